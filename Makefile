@@ -1,0 +1,40 @@
+# Every target does its own set-up, once: the environment is made again only when pyproject.toml changes.
+PYTHON ?= python3
+BIN := .venv/bin
+SOURCES := tokenformer tests benchmarks
+
+.PHONY: demo test test-slow check format clean
+.DELETE_ON_ERROR:
+
+demo: .venv/.core           ## train a small TokenFormer on this machine's Python sources and let it speak
+	$(BIN)/tokenformer demo
+
+test: .venv/.dev            ## everything but the tests marked slow, in parallel
+	$(BIN)/pytest -m "not slow" -n auto --dist worksteal
+
+test-slow: .venv/.dev       ## the tests marked slow: compilation, the whole demo
+	$(BIN)/pytest -m slow
+
+check: .venv/.dev           ## lint, formatting, types
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+
+format: .venv/.dev
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+clean:
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/.core: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+# The development environment contains the core one, so `make demo` after `make test` installs nothing.
+.venv/.dev: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	touch .venv/.core $@

@@ -1,0 +1,73 @@
+"""Models whose parameters are tokens.
+
+    import tokenformer
+
+    layer = tokenformer.Pattention(768, 768, num_tokens=576)
+    model = tokenformer.TokenformerForCausalLM(tokenformer.TokenformerConfig.from_preset("124m"))
+
+Importing the package imports neither torch nor transformers: names are loaded when first used
+(PEP 562), and the Auto classes of transformers learn of our models when they are loaded.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tokenformer.models.registration import register_when_imported
+
+if TYPE_CHECKING:
+    from tokenformer.layers import (
+        Pattention,
+        TokenformerDecoderLayer,
+        TokenformerEncoderLayer,
+    )
+    from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
+    from tokenformer.models.language import (
+        TokenformerForCausalLM,
+        TokenformerModel,
+        TransformerForCausalLM,
+        TransformerModel,
+    )
+    from tokenformer.ops import pattention
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "pattention": "tokenformer.ops",
+    "Pattention": "tokenformer.layers",
+    "TokenformerEncoderLayer": "tokenformer.layers",
+    "TokenformerDecoderLayer": "tokenformer.layers",
+    "TokenformerConfig": "tokenformer.models.configuration",
+    "TokenformerModel": "tokenformer.models.language",
+    "TokenformerForCausalLM": "tokenformer.models.language",
+    "TransformerConfig": "tokenformer.models.configuration",
+    "TransformerModel": "tokenformer.models.language",
+    "TransformerForCausalLM": "tokenformer.models.language",
+}
+
+__all__ = [
+    "Pattention",
+    "TokenformerConfig",
+    "TokenformerDecoderLayer",
+    "TokenformerEncoderLayer",
+    "TokenformerForCausalLM",
+    "TokenformerModel",
+    "TransformerConfig",
+    "TransformerForCausalLM",
+    "TransformerModel",
+    "pattention",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tokenformer' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__ + ["__version__"])
+
+
+register_when_imported()

@@ -1,0 +1,101 @@
+"""Token-token attention: multi-head, grouped-query, causal or not, self or cross, with a cache.
+
+The four projections are given, so the same attention serves Pattention and linear projections. The
+paper's equations 6 to 8, with heads.
+"""
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokenformer.layers.positions import Rotation, rotate
+
+
+class Cache(Protocol):
+    """What attention needs of a key-value cache; transformers' caches have it."""
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Append keys and values [B, H_kv, T, head_dim] and return all of that layer's."""
+        ...
+
+
+class Attention(nn.Module):
+    def __init__(
+        self,
+        q: nn.Module,
+        k: nn.Module,
+        v: nn.Module,
+        o: nn.Module,
+        *,
+        head_dim: int,
+        num_heads: int,
+        num_key_value_heads: int | None = None,
+        is_causal: bool = False,
+        dropout: float = 0.0,
+        layer_idx: int = 0,
+    ) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = q, k, v, o
+        self.head_dim = head_dim
+        num_key_value_heads = num_key_value_heads or num_heads
+        if num_heads % num_key_value_heads:
+            raise ValueError(
+                f"num_heads={num_heads} must be a multiple of "
+                f"num_key_value_heads={num_key_value_heads}"
+            )
+        self.num_key_value_groups = num_heads // num_key_value_heads
+        self.scaling = head_dim**-0.5
+        self.is_causal = is_causal
+        self.dropout = dropout
+        self.layer_idx = layer_idx
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        context: Tensor | None = None,
+        rotation: Rotation | None = None,
+        attention_mask: Any = None,
+        past_key_values: Cache | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from x [B, T, d] to itself, or to `context` [B, S, d].
+
+        `attention_mask` broadcasts to [B, H, T, S]: True, or 0 where it is added, means "attend".
+        Returns the output and, where `attend` computes them, the attention weights.
+        """
+        source = x if context is None else context
+        query = self._split_heads(self.q(x))  # [B, H, T, head_dim]
+        key = self._split_heads(self.k(source))  # [B, H_kv, S, head_dim]
+        value = self._split_heads(self.v(source))
+        if rotation is not None:
+            query, key = rotate(query, rotation), rotate(key, rotation)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attended, weights = self.attend(query, key, value, attention_mask, **options)  # [B, T, H, hd]
+        return self.o(attended.flatten(-2)), weights
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """[B, H, T, head_dim] -> [B, T, H, head_dim], by torch's fused attention."""
+        new, seen = query.shape[-2], key.shape[-2]
+        if self.is_causal and attention_mask is None and seen > new > 1:
+            # SDPA aligns its own causal mask with the first key; cached keys come before the queries.
+            attention_mask = query.new_ones(new, seen, dtype=torch.bool).tril(seen - new)
+        attended = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=self.is_causal and attention_mask is None and new > 1,
+            scale=self.scaling,
+            enable_gqa=self.num_key_value_groups > 1,
+        )
+        return attended.transpose(1, 2), None
+
+    def _split_heads(self, projected: Tensor) -> Tensor:
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, T, head_dim]

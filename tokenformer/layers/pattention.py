@@ -1,0 +1,98 @@
+"""The Pattention layer: a drop-in for `nn.Linear` whose weights are parameter tokens.
+
+    layer = Pattention(in_features=768, out_features=768, num_tokens=576)
+    y = layer(x)        # [..., 768] -> [..., 768]
+"""
+
+import torch
+from torch import Tensor, nn
+
+from tokenformer.ops.pattention import BACKENDS, check_scale, pattention
+from tokenformer.ops.theta import THETAS
+
+
+class Pattention(nn.Module):
+    """Attends from every input row to `num_tokens` learnable key-value pairs.
+
+    `scale_tokens` is data of the layer, not a function of its token count: growth adds tokens and
+    keeps the scale. Like the other constructor arguments it is not part of the state dict.
+    """
+
+    key_tokens: nn.Parameter  # [num_tokens, in_features]
+    value_tokens: nn.Parameter  # [num_tokens, out_features]
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_tokens: int,
+        *,
+        theta: str = "l2_gelu",
+        scale_tokens: float | None = None,
+        approximate: str = "none",
+        eps: float = 0.0,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, size in [
+            ("in_features", in_features),
+            ("out_features", out_features),
+            ("num_tokens", num_tokens),
+        ]:
+            if size < 1:
+                raise ValueError(f"{name}={size} must be at least 1")
+        if theta not in THETAS:
+            raise ValueError(f"theta={theta!r} is unknown; choose one of {', '.join(THETAS)}")
+        if backend != "auto" and backend not in BACKENDS:
+            raise ValueError(f"backend={backend!r} is unknown; choose auto, {', '.join(BACKENDS)}")
+        self.theta = theta
+        self.scale_tokens = float(num_tokens if scale_tokens is None else scale_tokens)
+        check_scale(self.scale_tokens)
+        self.approximate = approximate
+        self.eps = eps
+        self.backend = backend
+        self.key_tokens = nn.Parameter(
+            torch.empty(num_tokens, in_features, device=device, dtype=dtype)
+        )
+        self.value_tokens = nn.Parameter(
+            torch.empty(num_tokens, out_features, device=device, dtype=dtype)
+        )
+        self.reset_parameters()
+
+    @property
+    def in_features(self) -> int:
+        return self.key_tokens.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.value_tokens.shape[1]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.key_tokens.shape[0]
+
+    def reset_parameters(self) -> None:
+        """Keys 1/sqrt(d_in), values 1/sqrt(n): unit-variance inputs give unit-order outputs,
+        whatever the number of tokens. Our models draw their own, in `_init_weights`."""
+        nn.init.normal_(self.key_tokens, std=self.in_features**-0.5)
+        nn.init.normal_(self.value_tokens, std=self.num_tokens**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return pattention(
+            x,
+            self.key_tokens,
+            self.value_tokens,
+            scale_tokens=self.scale_tokens,
+            theta=self.theta,
+            approximate=self.approximate,
+            eps=self.eps,
+            backend=self.backend,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"num_tokens={self.num_tokens}, theta={self.theta!r}, scale_tokens={self.scale_tokens:g}"
+        )

@@ -1,0 +1,60 @@
+"""How a model knows where a token stands: rotary, learned, or not at all.
+
+The three share one call, `positions(hidden, position_ids) -> (hidden, rotation)`: learned positions
+change the hidden states, rotary ones hand attention a rotation, `NoPositions` does neither.
+"""
+
+import torch
+from torch import Tensor, nn
+
+Rotation = tuple[Tensor, Tensor]
+"""cos and sin, each [B, T, rotary_dim]."""
+
+
+class RotaryPositions(nn.Module):
+    """Rotates the first `dim` channels of every head by an angle that grows with the position.
+
+    The frequencies are computed anew in each forward: they are a handful of numbers, and a buffer
+    would be lost on the meta device and rounded by `model.bfloat16()`.
+    """
+
+    def __init__(self, dim: int, base: float = 10000.0) -> None:
+        super().__init__()
+        if dim < 2 or dim % 2:
+            raise ValueError(f"rotary dim={dim} must be even and at least 2")
+        self.dim = dim
+        self.base = base
+
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Rotation]:
+        exponents = torch.arange(0, self.dim, 2, device=hidden.device, dtype=torch.float32)
+        frequencies = self.base ** (-exponents / self.dim)  # [dim / 2]
+        angles = position_ids[..., None].float() * frequencies  # [B, T, dim / 2]
+        angles = torch.cat((angles, angles), dim=-1)  # [B, T, dim]
+        return hidden, (angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype))
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, base={self.base:g}"
+
+
+class LearnedPositions(nn.Embedding):
+    """A table of one vector per position, added to the embeddings."""
+
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return hidden + super().forward(position_ids), None
+
+
+class NoPositions(nn.Module):
+    """The causal mask alone tells the order, as in the paper's own figures."""
+
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, None]:
+        return hidden, None
+
+
+def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate the leading channels of `heads` [B, H, T, head_dim], in NeoX's rotate-half layout:
+    channel i is paired with channel i + dim/2, not with its neighbour."""
+    cos, sin = (part.unsqueeze(1) for part in rotation)  # [B, 1, T, dim]
+    rotated, rest = heads.split((cos.shape[-1], heads.shape[-1] - cos.shape[-1]), dim=-1)
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((rotated, rest), dim=-1)

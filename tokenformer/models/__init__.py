@@ -1,0 +1,1 @@
+"""Hugging Face models built of layers, their configurations, presets and accounting."""

@@ -1,0 +1,275 @@
+"""Configurations of the language models: the TokenFormer and its plain-Transformer twin.
+
+What the two share is in `LanguageConfig`, so a comparison differs in the projections alone. Options
+left at None take the value the variant or another option implies; what is saved is complete.
+"""
+
+import difflib
+import math
+from dataclasses import fields
+from typing import Any, ClassVar, TypeVar
+
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto.configuration_auto import AutoConfig
+
+from tokenformer.models.presets import TOKENFORMER_PRESETS, TRANSFORMER_PRESETS, preset
+
+PROJECTIONS = ("q", "k", "v", "o", "ffn")
+VARIANT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "released": {"hidden_act": "gelu", "positions": "rotary", "theta_eps": 0.0},
+    "paper": {"hidden_act": "gelu_tanh", "positions": "none", "theta_eps": 1e-5},
+}
+CHOICES = {
+    "variant": tuple(VARIANT_DEFAULTS),
+    "positions": ("rotary", "learned", "none"),
+    "norm": ("layer_norm", "rms_norm"),
+    "norm_parameters": ("none", "bias", "weight", "weight_bias"),
+    "final_norm_parameters": ("none", "bias", "weight", "weight_bias"),
+    "residual": ("sequential", "parallel"),
+    "hidden_act": ("gelu", "gelu_tanh"),
+    "theta": ("l2_gelu", "gelu_l2", "l1_gelu", "softmax"),
+    "mlp": ("gelu", "swiglu"),
+}
+
+Tokens = int | list[int] | None
+"""A number of parameter tokens: one for all layers, or one per layer."""
+
+SomeConfig = TypeVar("SomeConfig", bound="LanguageConfig")
+
+
+class LanguageConfig(PreTrainedConfig):
+    """What the TokenFormer and the Transformer have in common.
+
+    Attributes:
+        variant: `released`, the authors' weights, or `paper`, the code base of the paper's figures:
+            tanh GELU, eps 1e-5 on the norm of the scores, no positions, and another initialisation.
+        positions: `rotary` (on `rotary_fraction` of each head, with `rotary_base`), `learned`
+            (`max_position_embeddings` of them) or `none`.
+        norm, norm_parameters, norm_eps: of the two norms in every block.
+        final_norm_parameters: of the norm before the output head.
+        residual: `sequential` or `parallel`.
+        hidden_act: `gelu` (exact) or `gelu_tanh`.
+        initializer_range: standard deviation of embeddings and, as released, of key tokens.
+    """
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+
+    vocab_size: int = 50304
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = None
+    max_position_embeddings: int = 2048
+    variant: str = "released"
+    positions: str | None = None
+    rotary_fraction: float = 0.25
+    rotary_base: float = 10000.0
+    norm: str = "layer_norm"
+    norm_parameters: str = "none"
+    norm_eps: float = 1e-5
+    final_norm_parameters: str = "weight_bias"
+    residual: str = "sequential"
+    hidden_act: str | None = None
+    tie_word_embeddings: bool = True
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    bos_token_id: int | None = 0
+    eos_token_id: int | list[int] | None = 0
+    pad_token_id: int | None = None
+
+    @classmethod
+    def from_preset(cls: type[SomeConfig], name: str, **changes: Any) -> SomeConfig:
+        """A published size by name, with any option changed."""
+        return cls(**{**preset(name, cls.presets), **changes})
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def key_value_size(self) -> int:
+        """Channels of the keys and of the values, all their heads together."""
+        return (self.num_key_value_heads or self.num_attention_heads) * self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of each head that rotate."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def approximate(self) -> str:
+        """The GELU by torch's name."""
+        return "tanh" if self.hidden_act == "gelu_tanh" else "none"
+
+    def __post_init__(self, **others: Any) -> None:
+        names = {field.name for field in fields(self)}
+        for unknown in others:
+            if near := difflib.get_close_matches(unknown, names, n=1, cutoff=0.8):
+                raise ValueError(f"{unknown!r} is not an option; did you mean {near[0]!r}?")
+        self._check_choices("variant")
+        for name, value in VARIANT_DEFAULTS[self.variant].items():
+            if name in names and getattr(self, name) is None:
+                setattr(self, name, value)
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        self._fill()
+        self._check()
+        super().__post_init__(**others)
+
+    def _fill(self) -> None:
+        """Options whose default depends on others."""
+
+    def _check(self) -> None:
+        self._check_choices(*(name for name in CHOICES if hasattr(self, name)))
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "max_position_embeddings",
+        ):
+            check_count(name, getattr(self, name))
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} must be a multiple of "
+                f"num_attention_heads={self.num_attention_heads}"
+            )
+        if self.num_attention_heads * self.head_dim % self.key_value_size:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads} must be a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
+            )
+        if self.positions == "rotary" and (self.rotary_dim < 2 or self.rotary_dim % 2):
+            raise ValueError(
+                f"rotary_fraction={self.rotary_fraction} of head_dim={self.head_dim} is "
+                f"{self.rotary_dim} channels; it must be an even number, at least 2"
+            )
+        if not 0 < self.rotary_fraction <= 1:
+            raise ValueError(f"rotary_fraction={self.rotary_fraction} must be in (0, 1]")
+
+    def _check_choices(self, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) not in CHOICES[name]:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is unknown; "
+                    f"choose one of {', '.join(CHOICES[name])}"
+                )
+
+
+class TokenformerConfig(LanguageConfig):
+    """A language model whose every projection is Pattention.
+
+    Attributes:
+        qkv_tokens, output_tokens, ffn_tokens: parameter tokens of the q, k and v projections (each),
+            of the output projection and of the feed-forward layer: an int or one per layer. By
+            default, as in the paper, the hidden size, the same, and four times that.
+        q_tokens, k_tokens, v_tokens: override `qkv_tokens` for one projection.
+        scale_tokens: the scale of every layer that does not have its token count for scale, as growth
+            leaves it: `{"q" | "k" | "v" | "o" | "ffn": [a float or null per layer]}`.
+        theta, theta_eps: the modified softmax and what is added to its norm.
+    """
+
+    model_type = "tokenformer"
+    presets = TOKENFORMER_PRESETS
+
+    qkv_tokens: Tokens = None
+    output_tokens: Tokens = None
+    ffn_tokens: Tokens = None
+    q_tokens: Tokens = None
+    k_tokens: Tokens = None
+    v_tokens: Tokens = None
+    scale_tokens: dict[str, list[float | None]] | None = None
+    theta: str = "l2_gelu"
+    theta_eps: float | None = None
+
+    def tokens(self, projection: str, layer: int) -> int:
+        """How many parameter tokens `projection` (q, k, v, o or ffn) has in `layer`."""
+        count = self._token_option(projection)
+        return count[layer] if isinstance(count, list) else count
+
+    def scale(self, projection: str, layer: int) -> float:
+        """The scale of that layer: its own, or its token count."""
+        scales = (self.scale_tokens or {}).get(projection)
+        own = scales[layer] if scales else None
+        return float(self.tokens(projection, layer) if own is None else own)
+
+    def _token_option(self, projection: str) -> int | list[int]:
+        if projection in ("o", "ffn"):
+            return {"o": self.output_tokens, "ffn": self.ffn_tokens}[projection]  # type: ignore[return-value]
+        own = getattr(self, f"{projection}_tokens")
+        return self.qkv_tokens if own is None else own  # type: ignore[return-value]
+
+    def _fill(self) -> None:
+        defaults = {
+            "qkv_tokens": self.hidden_size,
+            "output_tokens": self.hidden_size,
+            "ffn_tokens": 4 * self.hidden_size,
+        }
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+
+    def _check(self) -> None:
+        super()._check()
+        for name in [field.name for field in fields(self) if field.name.endswith("_tokens")]:
+            value = getattr(self, name)
+            if name == "scale_tokens" or value is None:
+                continue
+            if isinstance(value, list | tuple):
+                setattr(self, name, list(value))
+                self._check_length(name, value)
+            for count in value if isinstance(value, list | tuple) else [value]:
+                check_count(name, count)
+        for projection, scales in (self.scale_tokens or {}).items():
+            if projection not in PROJECTIONS:
+                raise ValueError(
+                    f"scale_tokens has the unknown key {projection!r}; "
+                    f"choose from {', '.join(PROJECTIONS)}"
+                )
+            name = f"scale_tokens[{projection!r}]"
+            self._check_length(name, scales)
+            for scale in scales:
+                if scale is not None and not (scale > 0 and math.isfinite(scale)):
+                    raise ValueError(f"{name} holds {scale}; a scale must be positive and finite")
+
+    def _check_length(self, name: str, values: Any) -> None:
+        if not isinstance(values, list | tuple) or len(values) != self.num_hidden_layers:
+            raise ValueError(
+                f"{name}={values} must have one entry per layer, {self.num_hidden_layers} in all"
+            )
+
+
+class TransformerConfig(LanguageConfig):
+    """The same language model with linear projections and a two-layer MLP.
+
+    Attributes:
+        mlp: `gelu`, GPT's two matrices, or `swiglu`, Llama's three.
+        intermediate_size: hidden units of the MLP; by default 4 d, or for SwiGLU 8 d / 3 rounded up
+            to a multiple of 64, which has the same number of parameters.
+    """
+
+    model_type = "tokenformer_transformer"
+    presets = TRANSFORMER_PRESETS
+
+    mlp: str = "gelu"
+    intermediate_size: int | None = None
+
+    def _fill(self) -> None:
+        if self.intermediate_size is None:
+            gated = 64 * math.ceil(8 * self.hidden_size / 3 / 64)
+            self.intermediate_size = gated if self.mlp == "swiglu" else 4 * self.hidden_size
+
+    def _check(self) -> None:
+        super()._check()
+        check_count("intermediate_size", self.intermediate_size)
+
+
+def check_count(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+
+
+for _config in (TokenformerConfig, TransformerConfig):
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)

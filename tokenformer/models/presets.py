@@ -1,0 +1,62 @@
+"""Every row of the paper's size table, the released OpenWebText2 pair and the Transformer twins.
+
+Plain data, so that a list of names costs no import. `TokenformerConfig.from_preset("124m")` and
+`TransformerConfig.from_preset("354m")` read it.
+"""
+
+from typing import Any
+
+
+def _tokenformer(layers: int, width: int, heads: int, tokens: int, length: int) -> dict[str, Any]:
+    """The feed-forward layer has four times the attention's tokens in every published size."""
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "qkv_tokens": tokens,
+        "output_tokens": tokens,
+        "ffn_tokens": 4 * tokens,
+        "max_position_embeddings": length,
+    }
+
+
+def _transformer(width: int) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": 12,
+        "hidden_size": width,
+        "num_attention_heads": width // 64,
+        "intermediate_size": 4 * width,
+        "max_position_embeddings": 1024,
+    }
+
+
+TOKENFORMER_PRESETS: dict[str, dict[str, Any]] = {
+    # Progressive scaling on OpenWebText: one width, one depth, more tokens.
+    "124m": _tokenformer(12, 768, 12, 576, 1024),
+    "354m": _tokenformer(12, 768, 12, 2140, 1024),
+    "757m": _tokenformer(12, 768, 12, 4850, 1024),
+    "1.4b": _tokenformer(12, 768, 12, 8620, 1024),
+    # The four released Pile models.
+    "150m": _tokenformer(12, 768, 12, 768, 2048),
+    "450m": _tokenformer(24, 1024, 16, 1024, 2048),
+    "900m": _tokenformer(32, 1280, 16, 1280, 2048),
+    "1.5b": _tokenformer(40, 1536, 16, 1536, 2048),
+    # The released growth run on OpenWebText2, before and after.
+    "owt2-354m": _tokenformer(24, 1024, 16, 768, 2048),
+    "owt2-757m": _tokenformer(24, 1024, 16, 1792, 2048),
+}
+
+TRANSFORMER_PRESETS: dict[str, dict[str, Any]] = {
+    # The progressive-scaling baselines; the paper's token-token FLOPs fix their widths.
+    "124m": _transformer(768),
+    "354m": _transformer(1408),
+    "757m": _transformer(2112),
+    "1.4b": _transformer(2944),
+}
+
+
+def preset(name: str, table: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return dict(table[name.lower()])
+    except KeyError:
+        raise ValueError(f"preset {name!r} is unknown; choose one of {', '.join(table)}") from None

@@ -1,0 +1,55 @@
+"""Makes transformers' Auto classes know our models, without importing transformers for it.
+
+`models/configuration.py` and `models/language.py` register their classes when they are imported. But
+a user who says `import tokenformer` and then `AutoModelForCausalLM.from_pretrained(...)` imports
+neither, and importing them for every `tokenformer --help` would cost seconds. So they are imported
+right after transformers' own auto modules: at once if those are loaded, else by an import hook.
+"""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+FOLLOWERS = {
+    "transformers.models.auto.configuration_auto": "tokenformer.models.configuration",
+    "transformers.models.auto.modeling_auto": "tokenformer.models.language",
+}
+
+
+class _ThenImport(importlib.abc.Loader):
+    """Loads a module by its own loader, then imports its follower."""
+
+    def __init__(self, loader: importlib.abc.Loader, follower: str) -> None:
+        self.loader = loader
+        self.follower = follower
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        importlib.import_module(self.follower)
+
+
+class _AutoModuleFinder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in FOLLOWERS:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ThenImport(spec.loader, FOLLOWERS[name])
+        return spec
+
+
+def register_when_imported() -> None:
+    """Follow those auto modules that are loaded now, and the others when they are."""
+    for leader, follower in FOLLOWERS.items():
+        if leader in sys.modules:
+            importlib.import_module(follower)
+    if not any(isinstance(finder, _AutoModuleFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AutoModuleFinder())

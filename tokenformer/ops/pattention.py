@@ -1,0 +1,107 @@
+"""Token-parameter attention: input rows attend to learnable key-value parameter tokens.
+
+    pattention(x, K, V) = theta(x K^T) V        (the paper's equation 4)
+
+`reference` below is that equation and nothing else; it is the truth every other backend is tested
+against. The modified softmax theta and what it does to zero rows is in `theta.py`.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tokenformer.ops.theta import THETAS, Theta
+
+Backend = Callable[[Tensor, Tensor, Tensor, float | Tensor, Theta, str, float], Tensor]
+
+
+def reference(
+    x: Tensor,
+    key_tokens: Tensor,
+    value_tokens: Tensor,
+    scale_tokens: float | Tensor,
+    theta: Theta,
+    approximate: str,
+    eps: float,
+) -> Tensor:
+    scores = x @ key_tokens.T  # [..., n]
+    weights = theta(scores, scale_tokens, approximate, eps)  # [..., n]
+    return weights.to(scores.dtype) @ value_tokens  # [..., d_out]
+
+
+BACKENDS: dict[str, Backend] = {"reference": reference}
+
+
+def pattention(
+    x: Tensor,
+    key_tokens: Tensor,
+    value_tokens: Tensor,
+    *,
+    scale_tokens: float | Tensor | None = None,
+    theta: str = "l2_gelu",
+    approximate: str = "none",
+    eps: float = 0.0,
+    backend: str = "auto",
+) -> Tensor:
+    """Attend from every row of `x` to the parameter tokens.
+
+    Args:
+        x: input rows `[..., d_in]`, any leading dimensions, none included.
+        key_tokens: `[n, d_in]`.
+        value_tokens: `[n, d_out]`.
+        scale_tokens: the positive number s under the root of the scale, by default the token count
+            n. A layer grown from n tokens keeps its own s, which is why it is an argument. A tensor
+            of one element may be given where the scale is learned or moves during training.
+        theta: `l2_gelu` (the paper's), `gelu_l2`, `l1_gelu` or `softmax`.
+        approximate: which GELU, as in torch: `none` (exact, as released) or `tanh` (the paper's
+            own figures).
+        eps: added to the norm; 0 as released, 1e-5 in the paper's own figures.
+        backend: `auto` or the name of one implementation; see `tokenformer.ops.BACKENDS`.
+
+    Returns:
+        `[..., d_out]`, in the dtype of the inputs.
+    """
+    _check(x, key_tokens, value_tokens)
+    if theta not in THETAS:
+        raise ValueError(f"theta={theta!r} is unknown; choose one of {', '.join(THETAS)}")
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"approximate={approximate!r} is unknown; choose none or tanh")
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; choose auto, {', '.join(BACKENDS)}")
+    if scale_tokens is None:
+        scale_tokens = float(key_tokens.shape[0])
+    elif not isinstance(scale_tokens, Tensor):
+        check_scale(scale_tokens)
+    implementation = BACKENDS["reference" if backend == "auto" else backend]
+    return implementation(x, key_tokens, value_tokens, scale_tokens, THETAS[theta], approximate, eps)
+
+
+def check_scale(scale_tokens: float) -> None:
+    if not (scale_tokens > 0 and math.isfinite(scale_tokens)):
+        raise ValueError(f"scale_tokens={scale_tokens} must be a positive finite number")
+
+
+def _check(x: Tensor, key_tokens: Tensor, value_tokens: Tensor) -> None:
+    shapes = (
+        f"x {tuple(x.shape)}, key_tokens {tuple(key_tokens.shape)}, "
+        f"value_tokens {tuple(value_tokens.shape)}"
+    )
+    if key_tokens.ndim != 2 or value_tokens.ndim != 2:
+        raise ValueError(f"key_tokens must be [n, d_in] and value_tokens [n, d_out]; got {shapes}")
+    if key_tokens.shape[0] != value_tokens.shape[0]:
+        raise ValueError(f"key_tokens and value_tokens differ in their number of tokens: {shapes}")
+    if key_tokens.shape[0] == 0:
+        raise ValueError(f"pattention needs at least one parameter token: {shapes}")
+    if x.ndim == 0 or x.shape[-1] != key_tokens.shape[1]:
+        raise ValueError(f"the last dimension of x must be d_in of key_tokens: {shapes}")
+    dtypes = {x.dtype, key_tokens.dtype, value_tokens.dtype}
+    # Under autocast the matmuls bring mixed dtypes together themselves.
+    if len(dtypes) > 1 and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(
+            f"x is {x.dtype}, key_tokens {key_tokens.dtype}, value_tokens {value_tokens.dtype}; "
+            "convert them to one dtype or use torch.autocast"
+        )
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating point, got {x.dtype}")

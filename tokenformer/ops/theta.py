@@ -1,0 +1,65 @@
+"""Theta: the modified softmaxes that turn scores into the weights of the value tokens.
+
+Each takes scores A [..., n] and the scale s (`scale_tokens`) and returns weights of the same shape:
+
+    l2_gelu   gelu( sqrt(s) A / ||A||_2 )          the paper's (section 3.2) and the released models'
+    gelu_l2   sqrt(s) gelu(A) / ||gelu(A)||_2
+    l1_gelu   gelu( s A / ||A||_1 )                the second row of the paper's ablation
+    softmax   s exp(A) / ||exp(A)||_1              the first row
+
+Two details were left open by the released code and are settled here:
+
+- Norms accumulate in fp32 or wider, so a long fp16 row does not overflow, and the weights are
+  rounded to the scores' dtype only once.
+- A zero row has weights zero and gradient zero, where the plain formula gives 0/0. A row counts as
+  zero when its norm is below sqrt(tiny) (1e-19 in fp32), since its squares have underflowed by then.
+  `softmax` needs no such rule: equal scores weigh all tokens equally.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Theta = Callable[[Tensor, float | Tensor, str, float], Tensor]
+
+
+def l2_gelu(scores: Tensor, scale: float | Tensor, approximate: str, eps: float) -> Tensor:
+    factor = scale**0.5 / (_norm(scores, 2) + eps)  # [..., 1]
+    return F.gelu(scores * factor, approximate=approximate)
+
+
+def gelu_l2(scores: Tensor, scale: float | Tensor, approximate: str, eps: float) -> Tensor:
+    weights = F.gelu(scores, approximate=approximate)
+    return weights * (scale**0.5 / (_norm(weights, 2) + eps))
+
+
+def l1_gelu(scores: Tensor, scale: float | Tensor, approximate: str, eps: float) -> Tensor:
+    factor = scale / (_norm(scores, 1) + eps)  # [..., 1]
+    return F.gelu(scores * factor, approximate=approximate)
+
+
+def softmax(scores: Tensor, scale: float | Tensor, approximate: str, eps: float) -> Tensor:
+    return scale * torch.softmax(scores, dim=-1, dtype=accumulation_dtype(scores.dtype))
+
+
+THETAS: dict[str, Theta] = {
+    "l2_gelu": l2_gelu,
+    "gelu_l2": gelu_l2,
+    "l1_gelu": l1_gelu,
+    "softmax": softmax,
+}
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _norm(rows: Tensor, order: int) -> Tensor:
+    """Norm over the token axis, kept as [..., 1]. Zero rows count as infinitely long, so that
+    dividing by the norm sends them, and their gradients, to zero instead of NaN."""
+    wide = accumulation_dtype(rows.dtype)
+    norm = torch.linalg.vector_norm(rows, ord=order, dim=-1, keepdim=True, dtype=wide)
+    return norm.masked_fill(norm < math.sqrt(torch.finfo(wide).tiny), math.inf)
