@@ -6,7 +6,7 @@ once; the function imports what it needs. Bad input ends with exit code 2 and on
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
@@ -20,7 +20,7 @@ VERBS = {
 }
 
 
-class _Parser(ArgumentParser):  # type: ignore[misc]
+class OneLineParser(ArgumentParser):  # type: ignore[misc]
     """jsonargparse's parser with its errors on one line."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -29,27 +29,27 @@ class _Parser(ArgumentParser):  # type: ignore[misc]
         sys.stderr.write(f"{program}: {line}; see {program} --help\n")
         raise SystemExit(2)
 
-    def add_verb_arguments(self, function: Callable[..., None]) -> None:
-        self.add_function_arguments(function, as_group=False, as_positional=True)
-        for action in self._actions:
-            if getattr(action, "_typehint", None) is bool:  # a bare --json means --json=true
-                action.nargs, action.const = "?", True
 
-
-def build_parser() -> ArgumentParser:
-    parser = _Parser(
+def build_parser() -> tuple[OneLineParser, set[str]]:
+    """The parser of all verbs, and the boolean options among theirs."""
+    parser = OneLineParser(
         prog="tokenformer",
         description="Train, grow, adapt and study models whose parameters are tokens.",
         version=__version__,
     )
     verbs = parser.add_subcommands(dest="verb", required=True)
+    flags: set[str] = set()
     for name, target in VERBS.items():
         function = load(target)
         summary = (function.__doc__ or "").partition("\n\n")[0]
-        verb = _Parser(description=summary)
-        verb.add_verb_arguments(function)
+        verb = OneLineParser(description=summary)
+        verb.add_function_arguments(function, as_group=False, as_positional=True)
+        for action in verb._actions:
+            if getattr(action, "_typehint", None) is bool:
+                action.nargs, action.metavar = "?", "true|false"
+                flags.update(action.option_strings)
         verbs.add_subcommand(name, verb, help=summary)
-    return parser
+    return parser, flags
 
 
 def load(target: str) -> Any:
@@ -58,8 +58,10 @@ def load(target: str) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    chosen = parser.parse_args(arguments)
+    parser, flags = build_parser()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    # A bare --json means --json=true, whatever stands after it.
+    chosen = parser.parse_args([f"{a}=true" if a in flags else a for a in arguments])
     verb = chosen["verb"]
     options = parser.instantiate_classes(chosen)[verb].as_dict()
     try:
