@@ -7,8 +7,7 @@
 import torch
 from torch import Tensor, nn
 
-from tokenformer.ops.pattention import BACKENDS, check_scale, pattention
-from tokenformer.ops.theta import THETAS
+from tokenformer.ops.pattention import check_names, check_scale, pattention
 
 
 class Pattention(nn.Module):
@@ -43,10 +42,7 @@ class Pattention(nn.Module):
         ]:
             if size < 1:
                 raise ValueError(f"{name}={size} must be at least 1")
-        if theta not in THETAS:
-            raise ValueError(f"theta={theta!r} is unknown; choose one of {', '.join(THETAS)}")
-        if backend != "auto" and backend not in BACKENDS:
-            raise ValueError(f"backend={backend!r} is unknown; choose auto, {', '.join(BACKENDS)}")
+        check_names(theta, approximate, backend)
         self.theta = theta
         self.scale_tokens = float(num_tokens if scale_tokens is None else scale_tokens)
         check_scale(self.scale_tokens)

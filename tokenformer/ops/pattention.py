@@ -6,7 +6,6 @@
 against. The modified softmax theta and what it does to zero rows is in `theta.py`.
 """
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -64,22 +63,34 @@ def pattention(
         `[..., d_out]`, in the dtype of the inputs.
     """
     _check(x, key_tokens, value_tokens)
+    check_names(theta, approximate, backend)
+    if scale_tokens is None:
+        scale_tokens = float(key_tokens.shape[0])
+    else:
+        check_scale(scale_tokens)
+    if isinstance(scale_tokens, Tensor):
+        scale_tokens = scale_tokens.reshape(())  # its dimensions must not become the output's
+    implementation = BACKENDS["reference" if backend == "auto" else backend]
+    return implementation(x, key_tokens, value_tokens, scale_tokens, THETAS[theta], approximate, eps)
+
+
+def check_names(theta: str, approximate: str, backend: str) -> None:
     if theta not in THETAS:
         raise ValueError(f"theta={theta!r} is unknown; choose one of {', '.join(THETAS)}")
     if approximate not in ("none", "tanh"):
         raise ValueError(f"approximate={approximate!r} is unknown; choose none or tanh")
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; choose auto, {', '.join(BACKENDS)}")
-    if scale_tokens is None:
-        scale_tokens = float(key_tokens.shape[0])
-    elif not isinstance(scale_tokens, Tensor):
-        check_scale(scale_tokens)
-    implementation = BACKENDS["reference" if backend == "auto" else backend]
-    return implementation(x, key_tokens, value_tokens, scale_tokens, THETAS[theta], approximate, eps)
 
 
-def check_scale(scale_tokens: float) -> None:
-    if not (scale_tokens > 0 and math.isfinite(scale_tokens)):
+def check_scale(scale_tokens: float | Tensor) -> None:
+    if isinstance(scale_tokens, Tensor):
+        # Its value is not looked at: that would make the host wait for the device.
+        if scale_tokens.numel() != 1:
+            raise ValueError(
+                f"scale_tokens must be one number, got a tensor {tuple(scale_tokens.shape)}"
+            )
+    elif not 0 < scale_tokens < float("inf"):  # torch.compile cannot trace math.isfinite
         raise ValueError(f"scale_tokens={scale_tokens} must be a positive finite number")
 
 

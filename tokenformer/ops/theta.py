@@ -32,7 +32,7 @@ def l2_gelu(scores: Tensor, scale: float | Tensor, approximate: str, eps: float)
 
 
 def gelu_l2(scores: Tensor, scale: float | Tensor, approximate: str, eps: float) -> Tensor:
-    weights = F.gelu(scores, approximate=approximate)
+    weights = F.gelu(scores.to(accumulation_dtype(scores.dtype)), approximate=approximate)
     return weights * (scale**0.5 / (_norm(weights, 2) + eps))
 
 
