@@ -179,8 +179,11 @@ def attention_mask(
     batch, length, seen = x.shape[0], x.shape[1], context.shape[1]
     masks = []
     if mask is not None:
-        masks.append(mask if mask.ndim == 2 else mask.view(batch, nhead, length, seen))
+        _check_mask("the mask", mask, [(length, seen), (batch * nhead, length, seen)])
+        masks.append(mask if mask.ndim == 2 else mask.unflatten(0, (batch, nhead)))
     if key_padding_mask is not None:
+        unbatched = [(seen,)] if batch == 1 else []
+        _check_mask("the key padding mask", key_padding_mask, [(batch, seen), *unbatched])
         masks.append(key_padding_mask.view(batch, 1, 1, seen))
     if is_causal and mask is None:
         masks.append(x.new_ones(length, seen, dtype=torch.bool).triu(1))
@@ -193,3 +196,12 @@ def attention_mask(
         return allowed
     added = [x.new_zeros(()).masked_fill(m, -math.inf) if m.dtype == torch.bool else m for m in masks]
     return sum(added[1:], start=added[0]).to(x.dtype)
+
+
+def _check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
+    """A mask laid out wrongly, or 0s and 1s that would be added, must not pass for a right one."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"{name} is {mask.dtype}; it must be bool or floating point")
+    if tuple(mask.shape) not in shapes:
+        accepted = " or ".join(str(shape) for shape in shapes)
+        raise ValueError(f"{name} has shape {tuple(mask.shape)}; it must be {accepted}")
