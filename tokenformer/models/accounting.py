@@ -1,0 +1,235 @@
+"""What a language model costs: parameters, FLOPs and memory, by arithmetic on its configuration.
+
+The paper's table of formulas (section 4.1), for both families and every option of ours:
+
+    config = TokenformerConfig.from_preset("354m")
+    sum(count_parameters(config).values())          # 354,190,848
+    sum(training_flops(config, 1024).values())      # of one sequence of 1024 tokens
+    sum(activation_bytes(config, batch_size=8, length=1024).values())
+    twin(config)                                    # the Transformer to compare with
+
+Every count comes by part, as a dict of whole numbers. Nothing is built or run; `docs/accounting.md`
+says what each part holds and what is left out.
+"""
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import fields
+
+from tokenformer.models.configuration import (
+    PROJECTIONS,
+    LanguageConfig,
+    TokenformerConfig,
+    TransformerConfig,
+)
+from tokenformer.models.presets import TRANSFORMER_PRESETS
+
+FLOAT_BYTES = 4
+INDEX_BYTES = 8
+MASK_BYTES = 1
+
+GROWTH_SIZES = tuple(TRANSFORMER_PRESETS)
+"""The four sizes the paper grows through, each with a Transformer of its own."""
+
+
+def count_parameters(config: LanguageConfig) -> dict[str, int]:
+    """Learned numbers by part; a part the model does not have counts zero."""
+    d, vocabulary = config.hidden_size, config.vocab_size
+    learned_positions = config.positions == "learned"
+    return {
+        "embedding": vocabulary * d,
+        "positions": config.max_position_embeddings * d if learned_positions else 0,
+        **_projection_parameters(config),
+        "norms": d
+        * (
+            2 * config.num_hidden_layers * _norm_vectors(config.norm_parameters)
+            + _norm_vectors(config.final_norm_parameters)
+        ),
+        "head": 0 if config.tie_word_embeddings else vocabulary * d,
+    }
+
+
+def forward_flops(config: LanguageConfig, length: int) -> dict[str, int]:
+    """FLOPs of the forward pass of one sequence of `length` tokens, by part.
+
+    A multiply-add counts two. Attention is counted over all pairs of tokens, as in the paper; a
+    causal kernel may skip half of them.
+    """
+    d, layers = config.hidden_size, config.num_hidden_layers
+    # Every weight of a projection, key and value tokens included, meets every token once.
+    projections = {
+        part: 2 * weights * length for part, weights in _projection_parameters(config).items()
+    }
+    return {
+        "qkv": projections["qkv"],
+        "token_token": 4 * layers * d * length**2,
+        "output": projections["output"],
+        "ffn": projections["ffn"],
+        "head": 2 * config.vocab_size * d * length,
+    }
+
+
+def training_flops(config: LanguageConfig, length: int) -> dict[str, int]:
+    """FLOPs of forward and backward: the backward pass repeats each product of the forward pass
+    twice, once for the gradient of either factor."""
+    return {part: 3 * flops for part, flops in forward_flops(config, length).items()}
+
+
+def state_bytes(config: LanguageConfig) -> dict[str, int]:
+    """Bytes of what lasts from step to step in fp32 training with AdamW: 16 per parameter."""
+    parameters = sum(count_parameters(config).values())
+    return {
+        "weights": FLOAT_BYTES * parameters,
+        "gradients": FLOAT_BYTES * parameters,
+        "adamw_moments": 2 * FLOAT_BYTES * parameters,
+    }
+
+
+def activation_bytes(config: LanguageConfig, batch_size: int, length: int) -> dict[str, int]:
+    """Bytes that fp32 autograd keeps from the forward pass, loss included, for the backward pass.
+
+    They hold for eager execution on a CPU with fused attention and the `reference` pattention; each
+    tensor is booked under the part that needs it, and one that several parts need under the first.
+    """
+    d, layers, rows = config.hidden_size, config.num_hidden_layers, batch_size * length
+    stream = FLOAT_BYTES * rows * d  # one copy of the residual stream, [B, T, d]
+    keys_and_values = 2 * FLOAT_BYTES * rows * config.key_value_size
+    log_sums = FLOAT_BYTES * rows * config.num_attention_heads
+    rotary = config.positions == "rotary"
+    inner = {part: _projection_bytes(config, part, rows) for part in ("qkv", "output", "ffn")}
+    position_bytes = {
+        "rotary": 2 * FLOAT_BYTES * length * config.rotary_dim,  # cos and sin
+        "learned": INDEX_BYTES * length,
+        "none": 0,
+    }
+    # The two norms of a parallel block read the same stream.
+    norm_inputs = layers * (1 if config.residual == "parallel" else 2) + 1
+    block_norm = _norm_bytes(config, config.norm_parameters, rows)
+    final_norm = _norm_bytes(config, config.final_norm_parameters, rows)
+    return {
+        "embedding": INDEX_BYTES * rows,
+        "positions": position_bytes[config.positions or "none"],
+        "norms": norm_inputs * stream + 2 * layers * block_norm + final_norm,
+        "qkv": layers * stream + inner["qkv"],
+        "token_token": layers * (2 * stream + keys_and_values + log_sums),
+        # Rotated queries lie head by head, and so does what attention returns: it is copied.
+        "output": (layers * stream if rotary else 0) + inner["output"],
+        "ffn": layers * stream + inner["ffn"],
+        # The head's input, the log-probabilities, the labels, and their number.
+        "head": stream + rows * (FLOAT_BYTES * config.vocab_size + INDEX_BYTES) + FLOAT_BYTES,
+    }
+
+
+def twin(config: TokenformerConfig) -> TransformerConfig:
+    """The Transformer to compare a TokenFormer with: all options that the families share, and
+
+    - for the four sizes of the paper's growth experiments, the width of the paper's Transformer;
+    - else the width, in whole heads of the same size, whose parameter count is nearest.
+    """
+    for size in GROWTH_SIZES:
+        if _has_shape(config, TokenformerConfig.from_preset(size)):
+            heads = TRANSFORMER_PRESETS[size]["hidden_size"] // config.head_dim
+            return _transformer_like(config, heads)
+    wanted = sum(count_parameters(config).values())
+    group = config.hidden_size // config.key_value_size  # query heads of one key-value head
+
+    def parameters(groups: int) -> int:
+        return sum(count_parameters(_transformer_like(config, group * groups)).values())
+
+    # A model has more parameters than its width squared, which bounds the search.
+    larger = bisect_left(range(math.isqrt(wanted) + 2), wanted, lo=1, key=parameters)
+    nearest = min((max(larger - 1, 1), larger), key=lambda count: abs(parameters(count) - wanted))
+    return _transformer_like(config, group * nearest)
+
+
+def _has_shape(config: TokenformerConfig, other: TokenformerConfig) -> bool:
+    """Whether the layers are of the same number, width, heads and tokens, however written."""
+
+    def shape(of: TokenformerConfig) -> list[object]:
+        sizes = (of.num_hidden_layers, of.hidden_size, of.num_attention_heads, of.key_value_size)
+        return [sizes, [_token_counts(of, projection) for projection in PROJECTIONS]]
+
+    return shape(config) == shape(other)
+
+
+def _token_counts(config: TokenformerConfig, projection: str) -> Counter[int]:
+    """How many layers have each token count that occurs in one projection."""
+    option = config._token_option(projection)
+    if isinstance(option, list):
+        return Counter(option)
+    return Counter({option: config.num_hidden_layers})
+
+
+def _tokens_of_all_layers(config: TokenformerConfig, projection: str) -> int:
+    return sum(count * layers for count, layers in _token_counts(config, projection).items())
+
+
+def _transformer_like(config: TokenformerConfig, heads: int) -> TransformerConfig:
+    """The Transformer with so many heads and the rest of its options as in `config`."""
+    own = {"hidden_size", "num_attention_heads", "num_key_value_heads"}
+    shared = [
+        field.name
+        for field in fields(LanguageConfig)
+        if field.name in LanguageConfig.__annotations__ and field.name not in own
+    ]
+    group = config.hidden_size // config.key_value_size
+    return TransformerConfig(
+        **{name: getattr(config, name) for name in shared},
+        hidden_size=heads * config.head_dim,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // group,
+    )
+
+
+def _projection_parameters(config: LanguageConfig) -> dict[str, int]:
+    """The weights of the five learned maps, all layers together."""
+    d, kv, layers = config.hidden_size, config.key_value_size, config.num_hidden_layers
+    if isinstance(config, TransformerConfig):
+        return {
+            "qkv": layers * d * (d + 2 * kv),
+            "output": layers * d * d,
+            "ffn": layers * d * _mlp_units(config) * (3 if config.mlp == "swiglu" else 2),
+        }
+    if not isinstance(config, TokenformerConfig):
+        raise TypeError(
+            f"config is a {type(config).__name__}; give a TokenformerConfig or TransformerConfig"
+        )
+    # A token is a key of d channels and a value as wide as the projection's output.
+    q, k, v, o, ffn = (_tokens_of_all_layers(config, projection) for projection in PROJECTIONS)
+    return {"qkv": 2 * d * q + (d + kv) * (k + v), "output": 2 * d * o, "ffn": 2 * d * ffn}
+
+
+def _mlp_units(config: TransformerConfig) -> int:
+    return config.intermediate_size or 4 * config.hidden_size
+
+
+def _norm_vectors(parameters: str) -> int:
+    return len([name for name in parameters.split("_") if name != "none"])
+
+
+def _norm_bytes(config: LanguageConfig, parameters: str, rows: int) -> int:
+    """What one norm keeps besides its input. Its output is kept by the projections that read it."""
+    if config.norm == "layer_norm":
+        return 2 * FLOAT_BYTES * rows  # mean and inverse deviation
+    scaled = "weight" in parameters.split("_")  # the normed rows, before the weight multiplies them
+    return FLOAT_BYTES * rows * (1 + (config.hidden_size if scaled else 0))
+
+
+def _projection_bytes(config: LanguageConfig, part: str, rows: int) -> int:
+    """What the projections of `part` keep between their input and their output, in all layers."""
+    if isinstance(config, TransformerConfig):
+        if part != "ffn":
+            return 0  # a linear map needs its input alone
+        # GELU's two sides; for SwiGLU the gate, its SiLU, the other branch and their product.
+        copies = 4 if config.mlp == "swiglu" else 2
+        return config.num_hidden_layers * FLOAT_BYTES * rows * copies * _mlp_units(config)
+    assert isinstance(config, TokenformerConfig)
+    names = {"qkv": ("q", "k", "v"), "output": ("o",), "ffn": ("ffn",)}[part]
+    tokens = sum(_tokens_of_all_layers(config, name) for name in names)
+    if config.theta == "softmax":
+        return FLOAT_BYTES * rows * 2 * tokens  # weights before and after the scale
+    # Scores, normed scores (or their GELU) and weights; and of each row its norm, the inverse, the
+    # factor made of it, and whether it was zero.
+    norms = len(names) * config.num_hidden_layers * rows * (3 * FLOAT_BYTES + MASK_BYTES)
+    return FLOAT_BYTES * rows * 3 * tokens + norms
