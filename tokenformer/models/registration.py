@@ -1,9 +1,13 @@
 """Makes transformers' Auto classes know our models, without importing transformers for it.
 
-`models/configuration.py` and `models/language.py` register their classes when they are imported. But
-a user who says `import tokenformer` and then `AutoModelForCausalLM.from_pretrained(...)` imports
-neither, and importing them for every `tokenformer --help` would cost seconds. So they are imported
-right after transformers' own auto modules: at once if those are loaded, else by an import hook.
+`models/configuration.py` and `models/language.py` register their classes when they are imported.
+But a user who says `import tokenformer` and then `AutoModelForCausalLM.from_pretrained(...)`
+imports neither, and importing them for every `tokenformer --help` would cost seconds. So they are
+imported right after transformers' own auto modules: at once if those are loaded, else by an import
+hook.
+
+`transformers.modeling_layers`, which every model of transformers imports, itself imports the auto
+modules halfway, and ours need it whole. So the followers wait until no leader is half loaded.
 """
 
 import importlib
@@ -12,26 +16,34 @@ import importlib.machinery
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import ClassVar
 
 FOLLOWERS = {
     "transformers.models.auto.configuration_auto": "tokenformer.models.configuration",
     "transformers.models.auto.modeling_auto": "tokenformer.models.language",
+    "transformers.modeling_layers": "tokenformer.models.language",
 }
 
 
 class _ThenImport(importlib.abc.Loader):
-    """Loads a module by its own loader, then imports its follower."""
+    """Loads a leader by its own loader, then imports the followers."""
 
-    def __init__(self, loader: importlib.abc.Loader, follower: str) -> None:
+    half_loaded: ClassVar[set[str]] = set()
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
         self.loader = loader
-        self.follower = follower
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        self.loader.exec_module(module)
-        importlib.import_module(self.follower)
+        self.half_loaded.add(module.__name__)
+        try:
+            self.loader.exec_module(module)
+        finally:
+            self.half_loaded.remove(module.__name__)
+        if not self.half_loaded:
+            _import_followers()
 
 
 class _AutoModuleFinder(importlib.abc.MetaPathFinder):
@@ -42,14 +54,18 @@ class _AutoModuleFinder(importlib.abc.MetaPathFinder):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenImport(spec.loader, FOLLOWERS[name])
+            spec.loader = _ThenImport(spec.loader)
         return spec
+
+
+def _import_followers() -> None:
+    for leader, follower in FOLLOWERS.items():
+        if leader in sys.modules:
+            importlib.import_module(follower)
 
 
 def register_when_imported() -> None:
     """Follow those auto modules that are loaded now, and the others when they are."""
-    for leader, follower in FOLLOWERS.items():
-        if leader in sys.modules:
-            importlib.import_module(follower)
+    _import_followers()
     if not any(isinstance(finder, _AutoModuleFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AutoModuleFinder())
