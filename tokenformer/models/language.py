@@ -80,7 +80,8 @@ def eager_attention(
     scores = query @ key.transpose(-1, -2) * scaling  # [B, H, T, S]
     if attention_mask is not None:
         scores = scores + attention_mask
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    weights = torch.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
     return (weights @ value).transpose(1, 2), weights
 
 
@@ -128,7 +129,8 @@ class LanguagePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
             value_std = residual_std if released else module.num_tokens**-0.5
             init.normal_(module.value_tokens, std=value_std)
         elif isinstance(module, nn.Linear):
-            init.normal_(module.weight, std=std if released else module.in_features**-0.5)
+            released_std = residual_std if hasattr(module, "writes_to_residual") else std
+            init.normal_(module.weight, std=released_std if released else module.in_features**-0.5)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=std)
         elif isinstance(module, LayerNorm):
@@ -136,18 +138,13 @@ class LanguagePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
                 init.ones_(module.weight)
             if module.bias is not None:
                 init.zeros_(module.bias)
-        elif isinstance(module, Attention | GeluMLP | SwiGLU) and released:
-            # Children come first, so this draws the matrix that writes to the residual stream again.
-            writer = module.o if isinstance(module, Attention) else module.down
-            if isinstance(writer, nn.Linear):
-                init.normal_(writer.weight, std=residual_std)
 
 
 class LanguageModel(LanguagePreTrainedModel):
     """Embedding, blocks and final norm, without a head."""
 
     projections: ClassVar[Callable[[Any, int], list[nn.Module]]]
-    """(config, layer) -> q, k, v, o and the feed-forward map: all in which the two models differ."""
+    """(config, layer) -> q, k, v, o and the feed-forward map: all in which the models differ."""
 
     def __init__(self, config: LanguageConfig) -> None:
         super().__init__(config)
@@ -240,7 +237,7 @@ class LanguageModelForCausalLM(LanguagePreTrainedModel, GenerationMixin):  # typ
         logits_to_keep: int | Tensor = 0,
         **options: Any,
     ) -> CausalLMOutputWithPast:
-        """`labels` are the inputs themselves (the shift happens here), -100 where no loss is wanted;
+        """`labels` are the inputs themselves (the shift happens here), -100 where no loss counts;
         `logits_to_keep` asks for the logits of the last so many positions, or of those given."""
         outputs = self.model(
             input_ids=input_ids,
@@ -295,7 +292,12 @@ def transformer_projections(config: TransformerConfig, layer: int) -> list[nn.Mo
     d, kv = config.hidden_size, config.key_value_size
     units = config.intermediate_size or 4 * d
     ffn = SwiGLU(d, units) if config.mlp == "swiglu" else GeluMLP(d, units, config.approximate)
-    return [*(nn.Linear(d, size, bias=False) for size in (d, kv, kv, d)), ffn]
+    q, k, v, o = (nn.Linear(d, size, bias=False) for size in (d, kv, kv, d))
+    for writer in (o, ffn.down):
+        # `_init_weights` sees a matrix without its surroundings, and is not called for modules that
+        # own no parameters.
+        writer.writes_to_residual = True  # type: ignore[assignment]
+    return [q, k, v, o, ffn]
 
 
 class TokenformerModel(LanguageModel):
