@@ -19,7 +19,7 @@ VARIANT_DEFAULTS: dict[str, dict[str, Any]] = {
     "released": {"hidden_act": "gelu", "positions": "rotary", "theta_eps": 0.0},
     "paper": {"hidden_act": "gelu_tanh", "positions": "none", "theta_eps": 1e-5},
 }
-CHOICES = {
+CHOICES: dict[str, tuple[str | bool, ...]] = {
     "variant": tuple(VARIANT_DEFAULTS),
     "positions": ("rotary", "learned", "none"),
     "norm": ("layer_norm", "rms_norm"),
@@ -29,6 +29,8 @@ CHOICES = {
     "hidden_act": ("gelu", "gelu_tanh"),
     "theta": ("l2_gelu", "gelu_l2", "l1_gelu", "softmax"),
     "mlp": ("gelu", "swiglu"),
+    "tie_word_embeddings": (True, False),
+    "use_cache": (True, False),
 }
 
 Tokens = int | list[int] | None
@@ -104,7 +106,10 @@ class LanguageConfig(PreTrainedConfig):
 
     def __post_init__(self, **others: Any) -> None:
         names = {field.name for field in fields(self)}
-        for unknown in others:
+        for unknown, value in others.items():
+            derived = getattr(type(self), unknown, None)
+            if isinstance(derived, property) and derived.fset is None:
+                raise ValueError(f"{unknown}={value!r} is not an option; it follows from others")
             if near := difflib.get_close_matches(unknown, names, n=1, cutoff=0.8):
                 raise ValueError(f"{unknown!r} is not an option; did you mean {near[0]!r}?")
         self._check_choices("variant")
@@ -141,20 +146,24 @@ class LanguageConfig(PreTrainedConfig):
                 f"num_attention_heads={self.num_attention_heads} must be a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}"
             )
+        check_number("norm_eps", self.norm_eps)
+        check_number("initializer_range", self.initializer_range)
+        check_number("rotary_base", self.rotary_base, positive=True)
+        check_number("rotary_fraction", self.rotary_fraction, positive=True)
+        if self.rotary_fraction > 1:
+            raise ValueError(f"rotary_fraction={self.rotary_fraction} must be in (0, 1]")
         if self.positions == "rotary" and (self.rotary_dim < 2 or self.rotary_dim % 2):
             raise ValueError(
                 f"rotary_fraction={self.rotary_fraction} of head_dim={self.head_dim} is "
                 f"{self.rotary_dim} channels; it must be an even number, at least 2"
             )
-        if not 0 < self.rotary_fraction <= 1:
-            raise ValueError(f"rotary_fraction={self.rotary_fraction} must be in (0, 1]")
 
     def _check_choices(self, *names: str) -> None:
         for name in names:
             if getattr(self, name) not in CHOICES[name]:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is unknown; "
-                    f"choose one of {', '.join(CHOICES[name])}"
+                    f"choose one of {', '.join(map(str, CHOICES[name]))}"
                 )
 
 
@@ -162,12 +171,12 @@ class TokenformerConfig(LanguageConfig):
     """A language model whose every projection is Pattention.
 
     Attributes:
-        qkv_tokens, output_tokens, ffn_tokens: parameter tokens of the q, k and v projections (each),
-            of the output projection and of the feed-forward layer: an int or one per layer. By
-            default, as in the paper, the hidden size, the same, and four times that.
+        qkv_tokens, output_tokens, ffn_tokens: parameter tokens of each of the q, k and v
+            projections, of the output projection and of the feed-forward layer: an int or one per
+            layer. By default, as in the paper, the hidden size, the same, and four times that.
         q_tokens, k_tokens, v_tokens: override `qkv_tokens` for one projection.
-        scale_tokens: the scale of every layer that does not have its token count for scale, as growth
-            leaves it: `{"q" | "k" | "v" | "o" | "ffn": [a float or null per layer]}`.
+        scale_tokens: the scale of every layer that does not have its token count for scale, as
+            growth leaves it: `{"q" | "k" | "v" | "o" | "ffn": [a float or null per layer]}`.
         theta, theta_eps: the modified softmax and what is added to its norm.
     """
 
@@ -222,6 +231,12 @@ class TokenformerConfig(LanguageConfig):
                 self._check_length(name, value)
             for count in value if isinstance(value, list | tuple) else [value]:
                 check_count(name, count)
+        check_number("theta_eps", self.theta_eps)
+        if not isinstance(self.scale_tokens, dict | None):
+            raise ValueError(
+                f"scale_tokens={self.scale_tokens!r} must be None or a dict with the keys "
+                f"{', '.join(PROJECTIONS)}"
+            )
         for projection, scales in (self.scale_tokens or {}).items():
             if projection not in PROJECTIONS:
                 raise ValueError(
@@ -231,8 +246,8 @@ class TokenformerConfig(LanguageConfig):
             name = f"scale_tokens[{projection!r}]"
             self._check_length(name, scales)
             for scale in scales:
-                if scale is not None and not (scale > 0 and math.isfinite(scale)):
-                    raise ValueError(f"{name} holds {scale}; a scale must be positive and finite")
+                if scale is not None:
+                    check_number(name, scale, positive=True)
 
     def _check_length(self, name: str, values: Any) -> None:
         if not isinstance(values, list | tuple) or len(values) != self.num_hidden_layers:
@@ -269,6 +284,13 @@ class TransformerConfig(LanguageConfig):
 def check_count(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+
+
+def check_number(name: str, value: Any, *, positive: bool = False) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < 0 or (positive and value == 0):
+        least = "above 0" if positive else "of at least 0"
+        raise ValueError(f"{name}={value!r} must be a finite number {least}")
 
 
 for _config in (TokenformerConfig, TransformerConfig):
