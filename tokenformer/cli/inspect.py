@@ -1,14 +1,305 @@
 """`tokenformer inspect`: what a model costs, before it is built."""
 
+import os
+import sys
+from collections.abc import Callable
+from json import dumps, loads
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenformer.cli.errors import InputError
+from tokenformer.models.presets import TOKENFORMER_PRESETS, TRANSFORMER_PRESETS
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from tokenformer.models.configuration import LanguageConfig
+
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+LONGEST = 10**9
+TRANSFORMER_PREFIX = "transformer-"
+PLOT_SUFFIXES = (".png", ".pdf", ".svg")
+LABELS = {
+    "qkv": "q, k, v projections",
+    "token_token": "token-token attention",
+    "output": "output projection",
+    "ffn": "feed-forward",
+    "head": "output head",
+    "adamw_moments": "AdamW moments",
+}
 
 
-def inspect(model: str, plot: Path | None = None, json: bool = False) -> None:
-    """Parameters, training FLOPs and memory of a preset or model folder, beside its Transformer twin.
+def inspect(
+    model: str,
+    lengths: tuple[int, ...] = LENGTHS,
+    batch_size: int = 1,
+    length: int | None = None,
+    plot: Path | None = None,
+    json: bool = False,
+) -> None:
+    """Parameters, FLOPs and memory of a preset or model folder, beside its Transformer twin.
 
     Args:
-        model: A preset (124m, 354m, ...) or a folder with a config.json.
-        plot: Draw FLOPs against sequence length for the four growth sizes into this file.
-        json: Print JSON instead of tables.
+        model: A preset (124m, 354m, ...; transformer-124m, ... for the twins alone), or a folder
+            with a config.json.
+        lengths: Sequence lengths to count FLOPs at.
+        batch_size: Sequences in a batch, for the memory of activations.
+        length: Tokens in a sequence, for FLOPs by part and for memory; by default as many as the
+            model has positions.
+        plot: Draw the paper's FLOPs-against-length figure into this png, pdf or svg file: the four
+            growth sizes, up to the longest of the lengths.
+        json: Print one JSON document instead of tables.
     """
-    print(model, plot, json)
+    check_sizes(lengths=lengths, batch_size=[batch_size], length=[] if length is None else [length])
+    if not lengths:
+        raise InputError(f"lengths is empty; give at least one, for example {list(LENGTHS)}")
+    check_plot(plot)
+    config = load_config(model)
+
+    from tokenformer.models.accounting import twin
+    from tokenformer.models.configuration import TokenformerConfig
+
+    length = length or config.max_position_embeddings
+    configs = {"tokenformer": config} if isinstance(config, TokenformerConfig) else {}
+    configs["transformer"] = twin(config) if isinstance(config, TokenformerConfig) else config
+    report = {
+        "model": model,
+        "batch_size": batch_size,
+        "length": length,
+        "plot": None if plot is None else str(plot),
+        **{
+            family: account(family_config, lengths, batch_size, length)
+            for family, family_config in configs.items()
+        },
+    }
+    if plot is not None:
+        write_plot(plot, max(lengths))
+    if json:
+        sys.stdout.write(dumps(report, indent=2) + "\n")
+    else:
+        show(report, list(configs))
+
+
+def check_sizes(**sizes: Any) -> None:
+    for name, values in sizes.items():
+        for value in values:
+            if not 1 <= value <= LONGEST:
+                raise InputError(f"{name}: {value} must be a whole number from 1 to {LONGEST}")
+
+
+def check_plot(plot: Path | None) -> None:
+    if plot is None:
+        return
+    if plot.suffix.lower() not in PLOT_SUFFIXES:
+        raise InputError(f"plot={str(plot)!r} must end in {', '.join(PLOT_SUFFIXES)}")
+    if not plot.parent.is_dir():
+        raise InputError(
+            f"plot={str(plot)!r}: there is no folder {str(plot.parent)!r}; make it first"
+        )
+    if plot.is_dir():
+        raise InputError(f"plot={str(plot)!r} is a folder; give the name of a file")
+
+
+def load_config(model: str) -> "LanguageConfig":
+    """The configuration of a preset or of a folder's config.json. A folder that has a preset's name
+    is reached as ./NAME."""
+    from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
+
+    name = model.lower()
+    if name in TOKENFORMER_PRESETS:
+        return TokenformerConfig.from_preset(name)
+    if name.removeprefix(TRANSFORMER_PREFIX) in TRANSFORMER_PRESETS:
+        return TransformerConfig.from_preset(name.removeprefix(TRANSFORMER_PREFIX))
+    folder = Path(model)
+    if not folder.is_dir():
+        twins = [TRANSFORMER_PREFIX + size for size in TRANSFORMER_PRESETS]
+        raise InputError(
+            f"model={model!r} is neither a preset nor a folder; give a folder with a config.json, "
+            f"or one of {', '.join([*TOKENFORMER_PRESETS, *twins])}"
+        )
+    file = folder / "config.json"
+    if not file.is_file():
+        raise InputError(f"model={model!r} has no config.json; give a folder with one, or a preset")
+    try:
+        options = loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file} is not JSON: {one_line(error)}") from None
+    # Chosen from our own two classes, so that nothing a config.json names is ever imported.
+    classes = {known.model_type: known for known in (TokenformerConfig, TransformerConfig)}
+    kind = options.get("model_type") if isinstance(options, dict) else None
+    if not isinstance(kind, str) or kind not in classes:
+        raise InputError(f"{file} has model_type {kind!r}; accepted are {', '.join(classes)}")
+    try:
+        return classes[kind].from_dict(options)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"{file}: {one_line(error)}") from None
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def account(
+    config: "LanguageConfig", lengths: tuple[int, ...], batch_size: int, length: int
+) -> dict[str, Any]:
+    """All that is reported of one model, every dict of parts with its total."""
+    from tokenformer.models import accounting
+
+    def flops(at: int) -> dict[str, Any]:
+        return {
+            "length": at,
+            "forward": with_total(accounting.forward_flops(config, at)),
+            "training": with_total(accounting.training_flops(config, at)),
+        }
+
+    state = accounting.state_bytes(config)
+    activations = accounting.activation_bytes(config, batch_size, length)
+    return {
+        "layers": config.num_hidden_layers,
+        "width": config.hidden_size,
+        "heads": config.num_attention_heads,
+        "parameters": with_total(accounting.count_parameters(config)),
+        "flops": flops(length),
+        "flops_by_length": [flops(at) for at in lengths],
+        "memory_bytes": {
+            "state": with_total(state),
+            "activations": with_total(activations),
+            "total": sum(state.values()) + sum(activations.values()),
+        },
+    }
+
+
+def with_total(parts: dict[str, int]) -> dict[str, int]:
+    return {**parts, "total": sum(parts.values())}
+
+
+def show(report: dict[str, Any], families: list[str]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    models = [report[family] for family in families]
+    for family, model in zip(families, models, strict=True):
+        console.print(
+            f"{family}: {model['layers']} layers, width {model['width']}, {model['heads']} heads"
+        )
+    length, batch_size = report["length"], report["batch_size"]
+    legend = "share: token-token attention"
+    if len(models) == 2:
+        legend += "; ratio: transformer / tokenformer"
+    tables = {
+        "Parameters": parameter_table(models, families),
+        f"FLOPs by part, one sequence of {length:,} tokens": flops_table(models, families),
+        f"FLOPs by length ({legend})": length_table(models, families),
+        f"Training memory, fp32 and AdamW, {batch_size:,} x {length:,} tokens": memory_table(
+            models, families
+        ),
+    }
+    for title, table in tables.items():
+        console.print()
+        console.print(title, style="bold")
+        console.print(table)
+    if report["plot"]:
+        console.print()
+        console.print(f"drawn: {report['plot']}", markup=False, soft_wrap=True)
+
+
+def parameter_table(models: list[dict[str, Any]], families: list[str]) -> "Table":
+    table = new_table(["", *families])
+    add_parts(table, [model["parameters"] for model in models], "{:,}".format)
+    return table
+
+
+def flops_table(models: list[dict[str, Any]], families: list[str]) -> "Table":
+    table = new_table(["", *grouped(families, ["forward", "training"])])
+    kinds = [model["flops"][kind] for model in models for kind in ("forward", "training")]
+    add_parts(table, kinds, quantity)
+    return table
+
+
+def length_table(models: list[dict[str, Any]], families: list[str]) -> "Table":
+    columns = ["\nlength", *grouped(families, ["forward", "training", "share"])]
+    table = new_table(columns + (["\nratio"] if len(models) == 2 else []))
+    for rows in zip(*(model["flops_by_length"] for model in models), strict=True):
+        cells = [f"{rows[0]['length']:,}"]
+        for row in rows:
+            forward, training = row["forward"], row["training"]
+            share = forward["token_token"] / forward["total"]
+            cells += [quantity(forward["total"]), quantity(training["total"]), f"{share:.0%}"]
+        if len(rows) == 2:
+            cells.append(f"{rows[1]['training']['total'] / rows[0]['training']['total']:.2f}")
+        table.add_row(*cells)
+    return table
+
+
+def memory_table(models: list[dict[str, Any]], families: list[str]) -> "Table":
+    def in_bytes(number: int) -> str:
+        return quantity(number, "B")
+
+    table = new_table(["", *families])
+    memories = [model["memory_bytes"] for model in models]
+    add_parts(table, [memory["state"] for memory in memories], in_bytes, "model and optimizer")
+    add_parts(table, [memory["activations"] for memory in memories], in_bytes, "activations")
+    table.add_row("total", *(in_bytes(memory["total"]) for memory in memories))
+    return table
+
+
+def grouped(families: list[str], columns: list[str]) -> list[str]:
+    """The columns once for each family, whose name stands above the first of them."""
+    return [
+        f"{family if place == 0 else ''}\n{column}"
+        for family in families
+        for place, column in enumerate(columns)
+    ]
+
+
+def new_table(columns: list[str]) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left", no_wrap=True)
+    return table
+
+
+def add_parts(
+    table: "Table",
+    columns: list[dict[str, int]],
+    written: Callable[[int], str],
+    total: str = "total",
+) -> None:
+    """One row per part, leaving out those that no column has, and the total."""
+    for part in columns[0]:
+        if part != "total" and any(column[part] for column in columns):
+            table.add_row(LABELS.get(part, part), *(written(column[part]) for column in columns))
+    table.add_section()
+    table.add_row(total, *(written(column["total"]) for column in columns))
+    table.add_section()
+
+
+def quantity(number: int, unit: str = "") -> str:
+    """Three digits and a decimal prefix: 1.20 T."""
+    scaled, prefix = float(number), ""
+    for larger in ("k", "M", "G", "T", "P", "E", "Z", "Y"):
+        if scaled < 999.5:
+            break
+        scaled, prefix = scaled / 1000, larger
+    digits = f"{scaled:#.3g}".rstrip(".") if prefix else str(number)
+    return f"{digits} {prefix}{unit}".rstrip()
+
+
+def write_plot(plot: Path, longest: int) -> None:
+    """Draw beside the final name, then rename: nobody ever sees half a figure."""
+    from tokenformer.models.accounting_plot import draw_flops
+
+    unfinished = plot.with_name(f".{plot.name}.{os.getpid()}")
+    try:
+        with unfinished.open("xb") as file:
+            draw_flops(file, plot.suffix.lower().removeprefix("."), longest)
+        unfinished.replace(plot)
+    except OSError as error:
+        raise InputError(f"plot={str(plot)!r} cannot be written: {error.strerror}") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
