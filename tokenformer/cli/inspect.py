@@ -92,12 +92,17 @@ def check_plot(plot: Path | None) -> None:
         return
     if plot.suffix.lower() not in PLOT_SUFFIXES:
         raise InputError(f"plot={str(plot)!r} must end in {', '.join(PLOT_SUFFIXES)}")
-    if not plot.parent.is_dir():
-        raise InputError(
-            f"plot={str(plot)!r}: there is no folder {str(plot.parent)!r}; make it first"
-        )
-    if plot.is_dir():
+    if not is_folder(plot.parent):
+        raise InputError(f"plot={str(plot)!r} is in a folder that does not exist; make it first")
+    if is_folder(plot):
         raise InputError(f"plot={str(plot)!r} is a folder; give the name of a file")
+
+
+def is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name too long, or behind a folder that may not be entered
+        return False
 
 
 def load_config(model: str) -> "LanguageConfig":
@@ -111,17 +116,19 @@ def load_config(model: str) -> "LanguageConfig":
     if name.removeprefix(TRANSFORMER_PREFIX) in TRANSFORMER_PRESETS:
         return TransformerConfig.from_preset(name.removeprefix(TRANSFORMER_PREFIX))
     folder = Path(model)
-    if not folder.is_dir():
+    if not is_folder(folder):
         twins = [TRANSFORMER_PREFIX + size for size in TRANSFORMER_PRESETS]
         raise InputError(
             f"model={model!r} is neither a preset nor a folder; give a folder with a config.json, "
             f"or one of {', '.join([*TOKENFORMER_PRESETS, *twins])}"
         )
     file = folder / "config.json"
-    if not file.is_file():
-        raise InputError(f"model={model!r} has no config.json; give a folder with one, or a preset")
     try:
         options = loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(
+            f"model={model!r} has no config.json; give a folder with one, or a preset"
+        ) from None
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -294,12 +301,13 @@ def write_plot(plot: Path, longest: int) -> None:
     """Draw beside the final name, then rename: nobody ever sees half a figure."""
     from tokenformer.models.accounting_plot import draw_flops
 
-    unfinished = plot.with_name(f".{plot.name}.{os.getpid()}")
+    unfinished = plot.with_name(f".inspect-{os.getpid()}")
     try:
-        with unfinished.open("xb") as file:
-            draw_flops(file, plot.suffix.lower().removeprefix("."), longest)
-        unfinished.replace(plot)
+        try:
+            with unfinished.open("xb") as file:
+                draw_flops(file, plot.suffix.lower().removeprefix("."), longest)
+            unfinished.replace(plot)
+        finally:
+            unfinished.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(f"plot={str(plot)!r} cannot be written: {error.strerror}") from None
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -1,0 +1,185 @@
+"""`tokenformer inspect` as a user runs it: a process, its two streams and its exit code."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tokenformer.cli import main
+from tokenformer.models.accounting import count_parameters, forward_flops, twin
+from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tokenformer", "inspect", *arguments],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_tables_and_plot(tmp_path: Path) -> None:
+    done = run("354m", "--plot", "flops.png", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    for told in (
+        "354,190,848",
+        "356,305,664",
+        "width 1408",
+        "65,536",
+        "AdamW moments",
+        "flops.png",
+    ):
+        assert told in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines()) <= 80
+    assert "…" not in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["flops.png"]
+    with Image.open(tmp_path / "flops.png") as image:
+        image.load()
+        assert image.format == "PNG"
+        assert len(image.convert("RGB").getcolors(maxcolors=1 << 24)) > 50
+
+
+def test_json_of_a_folder(tmp_path: Path) -> None:
+    config = TokenformerConfig(**SMALL, ffn_tokens=[30, 70])
+    config.save_pretrained(tmp_path / "model")
+    options = ("--lengths", "[16, 64]", "--batch_size", "3", "--length", "32", "--json")
+    done = run("model", *options, folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    for family, expected in (("tokenformer", config), ("transformer", twin(config))):
+        told = report[family]
+        total = sum(count_parameters(expected).values())
+        assert told["parameters"] == {**count_parameters(expected), "total": total}
+        assert [row["length"] for row in told["flops_by_length"]] == [16, 64]
+        for row in [*told["flops_by_length"], told["flops"]]:
+            forward = forward_flops(expected, row["length"])
+            assert row["forward"] == {**forward, "total": sum(forward.values())}
+            assert row["training"]["total"] == 3 * row["forward"]["total"]
+        memory = told["memory_bytes"]
+        assert memory["state"]["total"] == 16 * total
+        assert memory["total"] == memory["state"]["total"] + memory["activations"]["total"]
+    assert (report["batch_size"], report["length"], report["plot"]) == (3, 32, None)
+
+
+def test_bad_preset_in_a_process(tmp_path: Path) -> None:
+    done = run("355m", folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    for told in ("'355m'", "124m", "1.5b", "transformer-1.4b", "config.json"):
+        assert told in done.stderr
+
+
+def test_transformer_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    main(["inspect", "transformer-124m", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert "tokenformer" not in report
+    assert report["transformer"]["parameters"]["total"] == 123_569_664
+    TransformerConfig(**SMALL, mlp="swiglu").save_pretrained(tmp_path)
+    main(["inspect", str(tmp_path)])
+    assert "ratio" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("suffix", ["PDF", "svg"])
+def test_other_plot_formats(
+    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / f"flops.{suffix}"
+    file.write_text("an older figure")
+    main(["inspect", "124m", "--lengths", "[1]", "--plot", str(file), "--json"])
+    assert json.loads(capsys.readouterr().out)["plot"] == str(file)
+    starts = {"PDF": b"%PDF-", "svg": b"<?xml"}
+    assert file.read_bytes().startswith(starts[suffix])
+    assert list(tmp_path.iterdir()) == [file]
+
+
+CONFIG_FILES: dict[str, tuple[str, list[str]]] = {
+    "broken": ("{", ["not JSON"]),
+    "binary": ("\x00\x01", ["not JSON"]),
+    "nested": ("[" * 100_000, ["not JSON"]),
+    "a list": ("[1]", ["model_type", "tokenformer", "tokenformer_transformer"]),
+    "no type": ("{}", ["model_type", "tokenformer", "tokenformer_transformer"]),
+    "another type": ('{"model_type": "llama"}', ["'llama'", "tokenformer_transformer"]),
+    "odd type": ('{"model_type": ["tokenformer"]}', ["model_type", "tokenformer_transformer"]),
+    "bad value": ('{"model_type": "tokenformer", "hidden_size": "64"}', ["hidden_size"]),
+    "bad shape": ('{"model_type": "tokenformer", "num_attention_heads": 7}', ["multiple"]),
+    "bad scales": ('{"model_type": "tokenformer", "scale_tokens": 3}', ["config.json"]),
+    "typo": ('{"model_type": "tokenformer", "vocab_sise": 64}', ["vocab_size"]),
+}
+
+
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        main(["inspect", *arguments])
+    assert stopped.value.code == 2
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert len(streams.err.splitlines()) == 1
+    return streams.err
+
+
+@pytest.mark.parametrize("case", CONFIG_FILES)
+def test_bad_config_files(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content, told = CONFIG_FILES[case]
+    (tmp_path / "config.json").write_text(content)
+    line = refusal([str(tmp_path)], capsys)
+    assert all(part in line for part in told), line
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--lengths", "[1024, 0]"], "lengths"),
+        (["--lengths", "[-1]"], "lengths"),
+        (["--lengths", "[]"], "lengths"),
+        (["--lengths", "[many]"], "lengths"),
+        (["--lengths", "[1e400]"], "lengths"),
+        (["--batch_size", "0"], "batch_size"),
+        (["--length", "-5"], "length"),
+        (["--plot", "FOLDER/flops.bmp"], ".png, .pdf, .svg"),
+        (["--plot", "FOLDER/flops"], ".png, .pdf, .svg"),
+        (["--plot", "FOLDER/missing/flops.png"], "folder that does not exist"),
+        (["--plot", "FOLDER/folder.png"], "is a folder"),
+        (["--plot", "FOLDER/" + "x" * 300 + ".png"], "cannot be written"),
+    ],
+)
+def test_bad_options(
+    options: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder.png").mkdir()
+    options = [option.replace("FOLDER", str(tmp_path)) for option in options]
+    assert told in refusal(["124m", *options], capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
+
+
+def test_folder_without_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "has no config.json" in refusal([str(tmp_path)], capsys)
+    assert "neither a preset nor a folder" in refusal(["x" * 5000], capsys)
+    (tmp_path / "config.json").mkdir()
+    assert "cannot be read" in refusal([str(tmp_path)], capsys)
+
+
+def test_nothing_a_config_names_is_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"model_type": "tokenformer", "auto_map": {"AutoConfig": "evil.EvilConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    main(["inspect", str(tmp_path), "--json"])
+    assert json.loads(capsys.readouterr().out)["tokenformer"]["width"] == 768
+    assert not (tmp_path / "ran").exists()
