@@ -74,8 +74,8 @@ class Attention(nn.Module):
             query, key = rotate(query, rotation), rotate(key, rotation)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attended, weights = self.attend(query, key, value, attention_mask, **options)  # [B, T, H, hd]
-        return self.o(attended.flatten(-2)), weights
+        attended, weights = self.attend(query, key, value, attention_mask, **options)
+        return self.o(attended.flatten(-2)), weights  # [B, T, H, head_dim] -> [B, T, d]
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
@@ -83,7 +83,7 @@ class Attention(nn.Module):
         """[B, H, T, head_dim] -> [B, T, H, head_dim], by torch's fused attention."""
         new, seen = query.shape[-2], key.shape[-2]
         if self.is_causal and attention_mask is None and seen > new > 1:
-            # SDPA aligns its own causal mask with the first key; cached keys come before the queries.
+            # SDPA aligns its own causal mask with the first key; cached keys precede the queries.
             attention_mask = query.new_ones(new, seen, dtype=torch.bool).tril(seen - new)
         attended = F.scaled_dot_product_attention(
             query,

@@ -1,7 +1,7 @@
 """The Pattention layer: a drop-in for `nn.Linear` whose weights are parameter tokens.
 
-    layer = Pattention(in_features=768, out_features=768, num_tokens=576)
-    y = layer(x)        # [..., 768] -> [..., 768]
+layer = Pattention(in_features=768, out_features=768, num_tokens=576)
+y = layer(x)        # [..., 768] -> [..., 768]
 """
 
 import torch
@@ -19,6 +19,7 @@ class Pattention(nn.Module):
 
     key_tokens: nn.Parameter  # [num_tokens, in_features]
     value_tokens: nn.Parameter  # [num_tokens, out_features]
+    scale_tokens: float | Tensor  # a tensor where it is learned or moves
 
     def __init__(
         self,
@@ -88,7 +89,9 @@ class Pattention(nn.Module):
         )
 
     def extra_repr(self) -> str:
+        scale = self.scale_tokens
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"num_tokens={self.num_tokens}, theta={self.theta!r}, scale_tokens={self.scale_tokens:g}"
+            f"num_tokens={self.num_tokens}, theta={self.theta!r}, "
+            f"scale_tokens={'tensor' if isinstance(scale, Tensor) else f'{scale:g}'}"
         )

@@ -26,6 +26,10 @@ def post_norm_residual(x: Tensor, norm: Sublayer, sublayer: Sublayer, dropout: S
     return norm(x + dropout(sublayer(x)))
 
 
+class _LayerAttention(Attention):
+    batch_first: bool  # the layer's; torch's containers look it up here
+
+
 class _TransformerLayer(nn.Module):
     """What the two layers share: how they are built, and the residual around each sublayer."""
 
@@ -63,7 +67,7 @@ class _TransformerLayer(nn.Module):
             )
 
         def attention() -> Attention:
-            built = Attention(
+            built = _LayerAttention(
                 tokens(qkv_tokens),
                 tokens(qkv_tokens),
                 tokens(qkv_tokens),
@@ -72,7 +76,7 @@ class _TransformerLayer(nn.Module):
                 num_heads=nhead,
                 dropout=dropout,
             )
-            built.batch_first = batch_first  # torch's containers look it up here
+            built.batch_first = batch_first
             return built
 
         self.ffn = tokens(dim_feedforward)
@@ -154,11 +158,11 @@ class TokenformerDecoderLayer(_TransformerLayer):
         x = self._apply_sublayer(
             x, self.norm1, lambda normed: self.self_attn(normed, attention_mask=self_mask)[0]
         )
-        x = self._apply_sublayer(
-            x,
-            self.norm2,
-            lambda normed: self.multihead_attn(normed, context=context, attention_mask=cross_mask)[0],
-        )
+
+        def attend_to_memory(normed: Tensor) -> Tensor:
+            return self.multihead_attn(normed, context=context, attention_mask=cross_mask)[0]
+
+        x = self._apply_sublayer(x, self.norm2, attend_to_memory)
         x = self._apply_sublayer(x, self.norm3, self.ffn)
         return self._from_batch_first(x, tgt.ndim)
 
@@ -173,8 +177,8 @@ def attention_mask(
 ) -> Tensor | None:
     """One mask for SDPA, broadcastable to [B, H, T, S], from torch's three conventions.
 
-    In torch's layers a boolean True means "do not attend" and a float is added to the scores; a mask
-    is [T, S] or [B * nhead, T, S], a padding mask [B, S]. For SDPA True means "attend".
+    In torch's layers a boolean True means "do not attend" and a float is added to the scores; a
+    mask is [T, S] or [B * nhead, T, S], a padding mask [B, S]. For SDPA True means "attend".
     """
     batch, length, seen = x.shape[0], x.shape[1], context.shape[1]
     masks = []
@@ -194,7 +198,8 @@ def attention_mask(
         for m in masks[1:]:
             allowed = allowed & ~m
         return allowed
-    added = [x.new_zeros(()).masked_fill(m, -math.inf) if m.dtype == torch.bool else m for m in masks]
+    zero = x.new_zeros(())
+    added = [zero.masked_fill(m, -math.inf) if m.dtype == torch.bool else m for m in masks]
     return sum(added[1:], start=added[0]).to(x.dtype)
 
 

@@ -71,7 +71,9 @@ def pattention(
     if isinstance(scale_tokens, Tensor):
         scale_tokens = scale_tokens.reshape(())  # its dimensions must not become the output's
     implementation = BACKENDS["reference" if backend == "auto" else backend]
-    return implementation(x, key_tokens, value_tokens, scale_tokens, THETAS[theta], approximate, eps)
+    return implementation(
+        x, key_tokens, value_tokens, scale_tokens, THETAS[theta], approximate, eps
+    )
 
 
 def check_names(theta: str, approximate: str, backend: str) -> None:

@@ -2,7 +2,7 @@
 
 Each takes scores A [..., n] and the scale s (`scale_tokens`) and returns weights of the same shape:
 
-    l2_gelu   gelu( sqrt(s) A / ||A||_2 )          the paper's (section 3.2) and the released models'
+    l2_gelu   gelu( sqrt(s) A / ||A||_2 )          the paper's (section 3.2) and as released
     gelu_l2   sqrt(s) gelu(A) / ||gelu(A)||_2
     l1_gelu   gelu( s A / ||A||_1 )                the second row of the paper's ablation
     softmax   s exp(A) / ||exp(A)||_1              the first row
@@ -12,7 +12,7 @@ Two details were left open by the released code and are settled here:
 - Norms accumulate in fp32 or wider, so a long fp16 row does not overflow, and the weights are
   rounded to the scores' dtype only once.
 - A zero row has weights zero and gradient zero, where the plain formula gives 0/0. A row counts as
-  zero when its norm is below sqrt(tiny) (1e-19 in fp32), since its squares have underflowed by then.
+  zero when its norm is below sqrt(tiny) (1e-19 in fp32): by then its squares have underflowed.
   `softmax` needs no such rule: equal scores weigh all tokens equally.
 """
 
