@@ -14,6 +14,7 @@ from tokenformer.cli import main
 from tokenformer.models.accounting import count_parameters, forward_flops, twin
 from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
 
+DOCS = Path(__file__).parents[2] / "docs" / "accounting.md"
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -45,6 +46,8 @@ def test_tables_and_plot(tmp_path: Path) -> None:
         "flops.png",
     ):
         assert told in done.stdout
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    assert "\n".join(lines) in DOCS.read_text(encoding="utf-8")  # its worked example
     assert max(len(line) for line in done.stdout.splitlines()) <= 80
     assert "…" not in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["flops.png"]
