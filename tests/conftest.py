@@ -1,0 +1,64 @@
+"""Small models of both families, for every test that needs one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+FAMILIES = ("tokenformer", "transformer")
+
+
+@pytest.fixture
+def seed() -> int:
+    import torch
+
+    torch.manual_seed(0)
+    return 0
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def make_config() -> Callable[..., Any]:
+    """make_config(family, **options): two layers, width 32, odd token counts."""
+    import tokenformer
+
+    def make(family: str, **options: Any) -> Any:
+        shape: dict[str, Any] = {
+            "vocab_size": 61,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+        }
+        if family == "transformer":
+            return tokenformer.TransformerConfig(**{**shape, "intermediate_size": 40, **options})
+        tokens = {"qkv_tokens": 24, "output_tokens": 20, "ffn_tokens": 44}
+        return tokenformer.TokenformerConfig(**{**shape, **tokens, **options})
+
+    return make
+
+
+@pytest.fixture
+def make_model(make_config: Callable[..., Any], seed: int) -> Callable[..., Any]:
+    """make_model(family, **options): in float64 and eval mode, with weights large enough that every
+    part of the network moves the logits; the published initialisation leaves a tiny model inert."""
+    import torch
+
+    import tokenformer
+
+    def make(family: str, **options: Any) -> Any:
+        classes = {
+            "tokenformer": tokenformer.TokenformerForCausalLM,
+            "transformer": tokenformer.TransformerForCausalLM,
+        }
+        model = classes[family](make_config(family, **options)).double().eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(std=0.5)
+        return model
+
+    return make
