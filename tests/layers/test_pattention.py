@@ -160,13 +160,13 @@ def test_learns():
     x, target = torch.randn(64, 6), torch.randn(64, 4)
     optimizer = torch.optim.Adam(layer.parameters(), lr=0.02)
     losses = []
-    for _ in range(150):
+    for _ in range(100):
         loss = (layer(x) - target).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert losses[-1] < 0.2 * losses[0]
+    assert losses[-1] < 0.3 * losses[0]
 
 
 def test_stack_of_different_scales_compiles_whole():
