@@ -1,9 +1,14 @@
 """Small models of both families, for every test that needs one."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+# Read when torch is imported, here and in the processes that tests start. Small tensors gain
+# nothing from threads, and test workers that fight for the cores are ten times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 FAMILIES = ("tokenformer", "transformer")
 
