@@ -67,7 +67,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__ + ["__version__"])
+    return sorted([*__all__, "__version__"])
 
 
 register_when_imported()

@@ -7,7 +7,8 @@ once; the function imports what it needs. Bad input ends with exit code 2 and on
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from itertools import takewhile
+from typing import Any, NoReturn, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser
 
@@ -20,7 +21,7 @@ VERBS = {
 }
 
 
-class OneLineParser(ArgumentParser):  # type: ignore[misc]
+class OneLineParser(ArgumentParser):
     """jsonargparse's parser with its errors on one line."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -30,26 +31,20 @@ class OneLineParser(ArgumentParser):  # type: ignore[misc]
         raise SystemExit(2)
 
 
-def build_parser() -> tuple[OneLineParser, set[str]]:
-    """The parser of all verbs, and the boolean options among theirs."""
+def build_parser() -> OneLineParser:
     parser = OneLineParser(
         prog="tokenformer",
         description="Train, grow, adapt and study models whose parameters are tokens.",
         version=__version__,
     )
     verbs = parser.add_subcommands(dest="verb", required=True)
-    flags: set[str] = set()
     for name, target in VERBS.items():
         function = load(target)
         summary = (function.__doc__ or "").partition("\n\n")[0]
         verb = OneLineParser(description=summary)
         verb.add_function_arguments(function, as_group=False, as_positional=True)
-        for action in verb._actions:
-            if getattr(action, "_typehint", None) is bool:
-                action.nargs, action.metavar = "?", "true|false"
-                flags.update(action.option_strings)
         verbs.add_subcommand(name, verb, help=summary)
-    return parser, flags
+    return parser
 
 
 def load(target: str) -> Any:
@@ -57,13 +52,32 @@ def load(target: str) -> Any:
     return getattr(importlib.import_module(module), function)
 
 
+def spell_out(arguments: Sequence[str]) -> list[str]:
+    """Bare flags and lists in jsonargparse's own spelling: `--json` becomes `--json=true`, whatever
+    stands after it, and `--lengths 1024 2048` becomes `--lengths=[1024,2048]`."""
+    hints: dict[str, Any] = {}
+    if arguments and arguments[0] in VERBS:
+        hints = {f"--{n}": h for n, h in get_type_hints(load(VERBS[arguments[0]])).items()}
+    spelled: list[str] = []
+    waiting = list(arguments)
+    while waiting:
+        word = waiting.pop(0)
+        if hints.get(word) is bool:
+            word += "=true"
+        elif get_origin(hints.get(word)) in (list, tuple):
+            values = list(takewhile(lambda value: not value.startswith("--"), waiting))
+            del waiting[: len(values)]
+            joined = ",".join(values)
+            word += f"={joined}" if joined.startswith("[") else f"=[{joined}]"
+        spelled.append(word)
+    return spelled
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser, flags = build_parser()
-    arguments = sys.argv[1:] if arguments is None else arguments
-    # A bare --json means --json=true, whatever stands after it.
-    chosen = parser.parse_args([f"{a}=true" if a in flags else a for a in arguments])
+    parser = build_parser()
+    chosen = parser.parse_args(spell_out(sys.argv[1:] if arguments is None else arguments))
     verb = chosen["verb"]
-    options = parser.instantiate_classes(chosen)[verb].as_dict()
+    options = parser.instantiate(chosen)[verb].as_dict()
     try:
         load(VERBS[verb])(**options)
     except InputError as error:

@@ -14,7 +14,6 @@ says what each part holds and what is left out.
 
 import math
 from bisect import bisect_left
-from collections import Counter
 from dataclasses import fields
 
 from tokenformer.models.configuration import (
@@ -148,21 +147,13 @@ def _has_shape(config: TokenformerConfig, other: TokenformerConfig) -> bool:
 
     def shape(of: TokenformerConfig) -> list[object]:
         sizes = (of.num_hidden_layers, of.hidden_size, of.num_attention_heads, of.key_value_size)
-        return [sizes, [_token_counts(of, projection) for projection in PROJECTIONS]]
+        return [sizes, [_tokens_by_layer(of, projection) for projection in PROJECTIONS]]
 
     return shape(config) == shape(other)
 
 
-def _token_counts(config: TokenformerConfig, projection: str) -> Counter[int]:
-    """How many layers have each token count that occurs in one projection."""
-    option = config._token_option(projection)
-    if isinstance(option, list):
-        return Counter(option)
-    return Counter({option: config.num_hidden_layers})
-
-
-def _tokens_of_all_layers(config: TokenformerConfig, projection: str) -> int:
-    return sum(count * layers for count, layers in _token_counts(config, projection).items())
+def _tokens_by_layer(config: TokenformerConfig, projection: str) -> list[int]:
+    return [config.tokens(projection, layer) for layer in range(config.num_hidden_layers)]
 
 
 def _transformer_like(config: TokenformerConfig, heads: int) -> TransformerConfig:
@@ -196,7 +187,7 @@ def _projection_parameters(config: LanguageConfig) -> dict[str, int]:
             f"config is a {type(config).__name__}; give a TokenformerConfig or TransformerConfig"
         )
     # A token is a key of d channels and a value as wide as the projection's output.
-    q, k, v, o, ffn = (_tokens_of_all_layers(config, projection) for projection in PROJECTIONS)
+    q, k, v, o, ffn = (sum(_tokens_by_layer(config, projection)) for projection in PROJECTIONS)
     return {"qkv": 2 * d * q + (d + kv) * (k + v), "output": 2 * d * o, "ffn": 2 * d * ffn}
 
 
@@ -226,7 +217,7 @@ def _projection_bytes(config: LanguageConfig, part: str, rows: int) -> int:
         return config.num_hidden_layers * FLOAT_BYTES * rows * copies * _mlp_units(config)
     assert isinstance(config, TokenformerConfig)
     names = {"qkv": ("q", "k", "v"), "output": ("o",), "ffn": ("ffn",)}[part]
-    tokens = sum(_tokens_of_all_layers(config, name) for name in names)
+    tokens = sum(sum(_tokens_by_layer(config, name)) for name in names)
     if config.theta == "softmax":
         return FLOAT_BYTES * rows * 2 * tokens  # weights before and after the scale
     # Scores, normed scores (or their GELU) and weights; and of each row its norm, the inverse, the

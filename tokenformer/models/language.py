@@ -85,11 +85,11 @@ def eager_attention(
     return (weights @ value).transpose(1, 2), weights
 
 
-class SequentialLayer(GradientCheckpointingLayer, SequentialBlock):  # type: ignore[misc]
+class SequentialLayer(GradientCheckpointingLayer, SequentialBlock):
     pass
 
 
-class ParallelLayer(GradientCheckpointingLayer, ParallelBlock):  # type: ignore[misc]
+class ParallelLayer(GradientCheckpointingLayer, ParallelBlock):
     pass
 
 
@@ -104,7 +104,7 @@ def make_positions(config: LanguageConfig) -> nn.Module:
     return NoPositions()
 
 
-class LanguagePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
+class LanguagePreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar = ["SequentialLayer", "ParallelLayer"]
@@ -143,7 +143,7 @@ class LanguagePreTrainedModel(PreTrainedModel):  # type: ignore[misc]
 class LanguageModel(LanguagePreTrainedModel):
     """Embedding, blocks and final norm, without a head."""
 
-    projections: ClassVar[Callable[[Any, int], list[nn.Module]]]
+    projections: Callable[[Any, int], list[nn.Module]]
     """(config, layer) -> q, k, v, o and the feed-forward map: all in which the models differ."""
 
     def __init__(self, config: LanguageConfig) -> None:
@@ -212,7 +212,7 @@ class LanguageModel(LanguagePreTrainedModel):
         )
 
 
-class LanguageModelForCausalLM(LanguagePreTrainedModel, GenerationMixin):  # type: ignore[misc]
+class LanguageModelForCausalLM(LanguagePreTrainedModel, GenerationMixin):
     """A language model with the output head."""
 
     _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}

@@ -1,0 +1,68 @@
+"""Every Python block and every `tokenformer` command in README and docs works as printed."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# The whole demo belongs to the tests marked slow; here its commands run for a few steps.
+SHORTENED = {"demo": ["--steps", "2"]}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for name, text in BLOCK.findall(page.read_text()) if name == language]
+
+
+def commands(page: Path) -> list[list[str]]:
+    lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("tokenformer ")]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.stem)
+def test_python_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = "\n".join(blocks(page, "python"))
+    exec(compile(code, str(page), "exec"), {"__name__": "docs"})
+    assert code  # reached: every assertion in the page held
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda p: p.stem)
+def test_commands_run(page, tmp_path):
+    for words in commands(page):
+        arguments = words[1:] + SHORTENED.get(words[1], [])
+        done = subprocess.run(
+            [sys.executable, "-m", "tokenformer", *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"{' '.join(words)}\n{done.stderr}"
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_docs_state_the_presets_as_they_are():
+    """The size table in models.md, row by row, against the models."""
+    import torch
+
+    from tokenformer import TokenformerConfig, TokenformerForCausalLM
+    from tokenformer.models.presets import TOKENFORMER_PRESETS
+
+    text = (ROOT / "docs" / "models.md").read_text()
+    rows = dict(re.findall(r"^\| ([\w.-]+) \|(?: \d+ \|){5} ([\d,]+) \|$", text, re.MULTILINE))
+    assert rows.keys() == TOKENFORMER_PRESETS.keys()
+    for name, printed in rows.items():
+        with torch.device("meta"):
+            model = TokenformerForCausalLM(TokenformerConfig.from_preset(name))
+        assert model.num_parameters() == int(printed.replace(",", "")), name

@@ -1,0 +1,1 @@
+"""Corpora: text as arrays of token ids, and batches as a pure function of seed and step."""

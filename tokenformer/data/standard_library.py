@@ -1,0 +1,46 @@
+"""A corpus that is on every machine: the sources of Python's standard library, as bytes.
+
+About ten megabytes of real English and code. Every twentieth file is held out for validation, so
+that the validation text is of files the model has never seen.
+"""
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenformer.data.byte_tokenizer import END_OF_TEXT
+
+TokenIds = npt.NDArray[np.uint16]
+
+# Installed packages and the tests of Python itself differ from machine to machine.
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+HELD_OUT_EVERY = 20
+
+
+def standard_library() -> tuple[TokenIds, TokenIds]:
+    """Training and validation tokens; each file ends with the end-of-text token."""
+    files = list(source_files(Path(sysconfig.get_path("stdlib"))))
+    if not files:
+        raise FileNotFoundError(
+            f"no Python sources under {sysconfig.get_path('stdlib')}; the demo needs a Python "
+            "installed with its standard library as .py files"
+        )
+    documents = [file.read_bytes() for file in files]
+    held_out = documents[::HELD_OUT_EVERY]
+    kept = [text for index, text in enumerate(documents) if index % HELD_OUT_EVERY]
+    return encode_documents(kept), encode_documents(held_out)
+
+
+def source_files(root: Path) -> Iterator[Path]:
+    for path in sorted(root.rglob("*.py")):
+        if not SKIPPED.intersection(path.relative_to(root).parts):
+            yield path
+
+
+def encode_documents(documents: list[bytes]) -> TokenIds:
+    end = np.array([END_OF_TEXT], dtype=np.uint16)
+    parts = [part for text in documents for part in (np.frombuffer(text, dtype=np.uint8), end)]
+    return np.concatenate(parts, dtype=np.uint16) if parts else np.empty(0, dtype=np.uint16)

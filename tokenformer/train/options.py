@@ -1,0 +1,30 @@
+"""What a training run can be told. Plain data: no torch here."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    steps: int = 1000
+    """Optimizer steps."""
+    batch_size: int = 8
+    """Sequences per step."""
+    length: int = 128
+    """Tokens per sequence."""
+    learning_rate: float = 3e-3
+    """Peak rate, reached after the warm-up and brought down by a cosine."""
+    warmup_steps: int = 20
+    final_rate: float = 0.1
+    """Where the cosine ends, as a fraction of the peak."""
+    weight_decay: float = 0.1
+    """On matrices (tokens and embeddings); never on norms."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip_norm: float = 1.0
+    validate_every: int = 100
+    validation_batches: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "length", "validate_every", "validation_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
