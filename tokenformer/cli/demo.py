@@ -105,8 +105,8 @@ def introduce(console: Console, model: Any, corpus_size: int) -> None:
     config = model.config
     console.print(
         f"A TokenFormer of {model.num_parameters():,} parameters: {config.num_hidden_layers} "
-        f"layers, width {config.hidden_size}, {config.qkv_tokens} parameter tokens in each attention "
-        f"projection, {config.ffn_tokens} in each feed-forward layer.\n"
+        f"layers, width {config.hidden_size}, {config.qkv_tokens} parameter tokens in each "
+        f"attention projection, {config.ffn_tokens} in each feed-forward layer.\n"
         f"It reads {corpus_size / 1e6:.1f} MB of Python's standard library, byte by byte.\n",
         highlight=False,
     )

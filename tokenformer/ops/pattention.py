@@ -97,24 +97,26 @@ def check_scale(scale_tokens: float | Tensor) -> None:
 
 
 def _check(x: Tensor, key_tokens: Tensor, value_tokens: Tensor) -> None:
-    shapes = (
-        f"x {tuple(x.shape)}, key_tokens {tuple(key_tokens.shape)}, "
-        f"value_tokens {tuple(value_tokens.shape)}"
-    )
+    problem = None
     if key_tokens.ndim != 2 or value_tokens.ndim != 2:
-        raise ValueError(f"key_tokens must be [n, d_in] and value_tokens [n, d_out]; got {shapes}")
-    if key_tokens.shape[0] != value_tokens.shape[0]:
-        raise ValueError(f"key_tokens and value_tokens differ in their number of tokens: {shapes}")
-    if key_tokens.shape[0] == 0:
-        raise ValueError(f"pattention needs at least one parameter token: {shapes}")
-    if x.ndim == 0 or x.shape[-1] != key_tokens.shape[1]:
-        raise ValueError(f"the last dimension of x must be d_in of key_tokens: {shapes}")
-    dtypes = {x.dtype, key_tokens.dtype, value_tokens.dtype}
+        problem = "key_tokens must be [n, d_in] and value_tokens [n, d_out]"
+    elif key_tokens.shape[0] != value_tokens.shape[0]:
+        problem = "key_tokens and value_tokens differ in their number of tokens"
+    elif key_tokens.shape[0] == 0:
+        problem = "pattention needs at least one parameter token"
+    elif x.ndim == 0 or x.shape[-1] != key_tokens.shape[1]:
+        problem = "the last dimension of x must be d_in of key_tokens"
+    if problem:
+        raise ValueError(
+            f"{problem}; got x {tuple(x.shape)}, key_tokens {tuple(key_tokens.shape)}, "
+            f"value_tokens {tuple(value_tokens.shape)}"
+        )
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating point, got {x.dtype}")
     # Under autocast the matmuls bring mixed dtypes together themselves.
-    if len(dtypes) > 1 and not torch.is_autocast_enabled(x.device.type):
+    same = x.dtype == key_tokens.dtype == value_tokens.dtype
+    if not same and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(
             f"x is {x.dtype}, key_tokens {key_tokens.dtype}, value_tokens {value_tokens.dtype}; "
             "convert them to one dtype or use torch.autocast"
         )
-    if not x.is_floating_point():
-        raise TypeError(f"x must be floating point, got {x.dtype}")
