@@ -112,3 +112,11 @@ def test_no_positions_do_nothing():
     out, rotation = NoPositions()(hidden, torch.arange(3)[None])
     assert out is hidden
     assert rotation is None
+
+
+def test_a_sequence_longer_than_the_learned_positions_is_refused_by_name():
+    positions = LearnedPositions(8, 4)
+    ids = torch.arange(9)[None]
+    assert positions(torch.zeros(1, 8, 4), ids[:, :8])[0].shape == (1, 8, 4)
+    with pytest.raises(ValueError, match="sequence of 9 is longer than the 8 learned positions"):
+        positions(torch.zeros(1, 9, 4), ids)

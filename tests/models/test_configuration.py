@@ -255,3 +255,25 @@ def test_defaults_follow_the_hidden_size() -> None:
     # Three matrices of 8/3 d have the parameters of two matrices of 4 d.
     assert TransformerConfig(hidden_size=768, mlp="swiglu").intermediate_size == 2048
     assert TransformerConfig(hidden_size=96, mlp="swiglu").intermediate_size == 256
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("num_layers", "num_hidden_layers"),
+        ("n_head", "num_attention_heads"),
+        ("dim", "hidden_size"),
+    ],
+)
+def test_the_names_of_other_libraries_are_refused_with_ours(make_config, family, given, meant):
+    with pytest.raises(ValueError, match=f"'{given}' is not an option; did you mean '{meant}'"):
+        make_config(family, **{given: 2})
+
+
+@pytest.mark.parametrize(
+    ("family", "option", "home"),
+    [("tokenformer", "mlp", "TransformerConfig"), ("transformer", "theta", "TokenformerConfig")],
+)
+def test_an_option_of_the_other_family_is_refused(make_config, family, option, home):
+    with pytest.raises(ValueError, match=f"'{option}' is an option of {home} alone"):
+        make_config(family, **{option: "gelu"})

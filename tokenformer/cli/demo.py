@@ -130,7 +130,10 @@ def speak(model: Any, seed: int) -> str:
 
 
 def keep(model: Any, out: Path) -> None:
+    from transformers.utils import logging
+
     from tokenformer.data.byte_tokenizer import byte_tokenizer
 
+    logging.disable_progress_bar()  # one small file
     model.save_pretrained(out / "model")
     byte_tokenizer().save_pretrained(out / "model")

@@ -40,6 +40,11 @@ class LearnedPositions(nn.Embedding):
     """A table of one vector per position, added to the embeddings."""
 
     def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        if hidden.shape[-2] > self.num_embeddings:
+            raise ValueError(
+                f"a sequence of {hidden.shape[-2]} is longer than the {self.num_embeddings} "
+                "learned positions"
+            )
         return hidden + super().forward(position_ids), None
 
 

@@ -33,6 +33,14 @@ CHOICES: dict[str, tuple[str | bool, ...]] = {
     "use_cache": (True, False),
 }
 
+# How other libraries call what is called otherwise here.
+MISNOMERS = {
+    **dict.fromkeys(("num_layers", "n_layers", "n_layer", "depth"), "num_hidden_layers"),
+    **dict.fromkeys(("num_heads", "n_heads", "n_head"), "num_attention_heads"),
+    **dict.fromkeys(("d_model", "dim", "hidden_dim", "embed_dim", "n_embd"), "hidden_size"),
+    **dict.fromkeys(("n_positions", "n_ctx", "block_size"), "max_position_embeddings"),
+}
+
 Tokens = int | list[int] | None
 """A number of parameter tokens: one for all layers, or one per layer."""
 
@@ -106,12 +114,7 @@ class LanguageConfig(PreTrainedConfig):
 
     def __post_init__(self, **others: Any) -> None:
         names = {field.name for field in fields(self)}
-        for unknown, value in others.items():
-            derived = getattr(type(self), unknown, None)
-            if isinstance(derived, property) and derived.fset is None:
-                raise ValueError(f"{unknown}={value!r} is not an option; it follows from others")
-            if near := difflib.get_close_matches(unknown, names, n=1, cutoff=0.8):
-                raise ValueError(f"{unknown!r} is not an option; did you mean {near[0]!r}?")
+        self._refuse_misnomers(names, others)
         self._check_choices("variant")
         for name, value in VARIANT_DEFAULTS[self.variant].items():
             if name in names and getattr(self, name) is None:
@@ -121,6 +124,20 @@ class LanguageConfig(PreTrainedConfig):
         self._fill()
         self._check()
         super().__post_init__(**others)
+
+    def _refuse_misnomers(self, names: set[str], others: dict[str, Any]) -> None:
+        """Unknown keys are let through, as transformers asks of every configuration, but not those
+        that are plainly meant for an option of ours: they would be ignored in silence."""
+        for other, value in others.items():
+            derived = getattr(type(self), other, None)
+            if isinstance(derived, property) and derived.fset is None:
+                raise ValueError(f"{other}={value!r} is not an option; it follows from others")
+            for family in LanguageConfig.__subclasses__():
+                if other in {field.name for field in fields(family)}:
+                    raise ValueError(f"{other!r} is an option of {family.__name__} alone")
+            near = difflib.get_close_matches(other, names, n=1, cutoff=0.8)
+            if meant := MISNOMERS.get(other) or next(iter(near), None):
+                raise ValueError(f"{other!r} is not an option; did you mean {meant!r}?")
 
     def _fill(self) -> None:
         """Options whose default depends on others."""
