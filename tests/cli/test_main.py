@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tokenformer.cli import VERBS
+from tokenformer.cli import VERBS, spell_out
 
 HEAVY = "import sys; sys.exit(','.join({'torch', 'transformers', 'numpy'} & set(sys.modules)) or 0)"
 
@@ -45,6 +45,9 @@ def test_help_lists_every_verb_with_a_line():
         (["demo", "--stps", "3"], "--stps"),
         (["demo", "--steps", "many"], "steps"),
         (["demo", "--steps", "0"], "--steps 0"),
+        (["demo", "--seed", "-1"], "--seed -1"),
+        (["inspect", "124m", "--length", "1.5"], "--length 1.5 is not valid; expected int"),
+        (["inspect", "124m", "--lengths", "1", "x"], "--lengths x"),
         (["inspect"], "model"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
@@ -62,3 +65,19 @@ def test_version():
     import tokenformer
 
     assert run("--version").stdout.strip().endswith(tokenformer.__version__)
+
+
+@pytest.mark.parametrize(
+    ("given", "spelled"),
+    [
+        (["--json", "124m"], ["--json=true", "124m"]),
+        (["124m", "--json=false"], ["124m", "--json=false"]),
+        (["--lengths", "1", "2", "--json"], ["--lengths=[1,2]", "--json=true"]),
+        (["--lengths", "1,2", "-h"], ["--lengths=[1,2]", "-h"]),
+        (["--lengths=5"], ["--lengths=[5]"]),
+        (["--lengths", "[1, 2]"], ["--lengths=[1, 2]"]),
+        (["--lengths", "-1"], ["--lengths=[-1]"]),
+    ],
+)
+def test_flags_and_lists_may_be_written_as_people_write_them(given, spelled):
+    assert spell_out(["inspect", *given]) == ["inspect", *spelled]

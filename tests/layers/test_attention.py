@@ -98,11 +98,19 @@ def test_masks(kv_heads):
     torch.testing.assert_close(biased, plain(attention, x, added=bias))
 
 
-def test_given_mask_replaces_the_causal_one():
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_holds_on_top_of_the_causal_one(dtype):
     attention = build(is_causal=True)
     x = draw(2, 5, D)
-    everything = torch.ones(5, 5, dtype=torch.bool)
-    torch.testing.assert_close(attention(x, attention_mask=everything)[0], plain(attention, x))
+    padding = torch.ones(2, 1, 1, 5, dtype=torch.bool)
+    padding[1, ..., 0] = False
+    added = torch.zeros(2, 1, 1, 5).masked_fill(~padding, -torch.inf)
+    mask = padding if dtype == torch.bool else added
+    out = attention(x, attention_mask=mask)[0]
+    both = (causal(5) + added).expand(2, HEADS, 5, 5)
+    # The first token of the padded row may attend to nothing at all.
+    torch.testing.assert_close(out[:, 1:], plain(attention, x, added=both)[:, 1:])
+    torch.testing.assert_close(out[0], attention(x[:1])[0][0])
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])

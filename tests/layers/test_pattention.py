@@ -89,7 +89,9 @@ def test_scale_can_be_learned():
     layer = Pattention(6, 4, 10)
     x = torch.randn(5, 6)
     before = layer(x)
-    layer.scale_tokens = nn.Parameter(torch.tensor(10.0))
+    tokens = layer.state_dict()
+    layer = Pattention(6, 4, 10, scale_tokens=nn.Parameter(torch.tensor(10.0)))
+    layer.load_state_dict(tokens, strict=False)
     torch.testing.assert_close(layer(x), before)
     layer(x).sum().backward()
     assert layer.scale_tokens.grad.abs() > 0

@@ -176,3 +176,28 @@ def test_generation_from_embeddings(make_model: Make, family: str) -> None:
         pad_token_id=0,
     )
     assert new.tolist() == greedy(model, ids)[:, 5:].tolist()
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_a_padding_mask_as_long_as_the_static_cache_says_the_same(
+    make_model: Make, positions: str
+) -> None:
+    """A hand-written loop over a static cache gives one mask of the cache's length."""
+    model = make_model("tokenformer", positions=positions)
+    ids = torch.randint(1, 61, (2, 9))
+    mask = torch.zeros(2, 16, dtype=torch.long)
+    mask[:, :9] = 1
+    mask[0, :2] = 0  # left padding
+    expected = model(ids, attention_mask=mask[:, :9]).logits
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    seen = []
+    for start, stop in ((0, 5), (5, 8), (8, 9)):
+        chunk = model(
+            ids[:, start:stop],
+            attention_mask=mask * (torch.arange(16) < stop),
+            past_key_values=cache,
+        )
+        seen.append(chunk.logits)
+    logits = torch.cat(seen, dim=1)
+    torch.testing.assert_close(logits[1], expected[1])
+    torch.testing.assert_close(logits[0, 2:], expected[0, 2:])

@@ -86,3 +86,15 @@ def test_unknown_preset_is_refused_with_the_known_ones() -> None:
     # A size of one family is not silently taken for the other's.
     with pytest.raises(ValueError, match=r"'150m'.*124m, 354m, 757m, 1\.4b"):
         TransformerConfig.from_preset("150m")
+
+
+@pytest.mark.parametrize("name", ["124m", "354m", "757m", "1.4b"])
+def test_a_swiglu_twin_has_about_the_same_parameters(name: str) -> None:
+    """Exactly as many where 8 d / 3 is a multiple of 64, as for 768 and 2112; else a few more."""
+    counts = []
+    for mlp in ("gelu", "swiglu"):
+        with torch.device("meta"):
+            config = TransformerConfig.from_preset(name, mlp=mlp)
+            counts.append(TransformerForCausalLM(config).num_parameters())
+    assert counts[1] == counts[0] if name in ("124m", "757m") else counts[1] > counts[0]
+    assert counts[1] < 1.005 * counts[0]

@@ -9,7 +9,9 @@ from tokenformer import TokenformerConfig, TokenformerForCausalLM
 from tokenformer.train.loop import learning_rate, make_optimizer, next_token_loss, train
 from tokenformer.train.options import TrainOptions
 
-OPTIONS = TrainOptions(steps=30, batch_size=4, length=16, warmup_steps=5, validate_every=10)
+OPTIONS = TrainOptions(
+    steps=30, batch_size=4, length=16, learning_rate=5e-3, warmup_steps=5, validate_every=10
+)
 # A text that is easy to learn: the same eleven bytes over and over.
 TEXT = np.frombuffer(b"abracadabra" * 200, dtype=np.uint8).astype(np.uint16)
 
@@ -79,7 +81,17 @@ def test_rate_warms_up_peaks_and_ends_at_its_floor():
     assert rates[4:] == sorted(rates[4:], reverse=True)
 
 
-@pytest.mark.parametrize("name", ["steps", "batch_size", "length"])
-def test_options_refuse_nonsense(name):
-    with pytest.raises(ValueError, match=f"{name}=0"):
-        TrainOptions(**{name: 0})
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("steps", 0),
+        ("batch_size", 0),
+        ("length", -1),
+        ("learning_rate", -0.1),
+        ("warmup_steps", -1),
+        ("final_rate", 5.0),
+    ],
+)
+def test_options_refuse_nonsense(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        TrainOptions(**{name: value})

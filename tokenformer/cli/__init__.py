@@ -5,6 +5,7 @@ once; the function imports what it needs. Bad input ends with exit code 2 and on
 """
 
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 from itertools import takewhile
@@ -26,6 +27,10 @@ class OneLineParser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         line = " ".join(str(message).split()).rstrip(".")
+        if wrong := re.match(r'Parser key "([^"]+)": (.*)(?:Got|Given) value: (.*)', line):
+            name, reason, value = wrong.groups()
+            types = re.findall(r"Expected a <class '(?!NoneType)(\w+)'>", reason)
+            line = f"--{name} {value} is not valid; expected {' or '.join(types)}"
         program = self.prog.replace(" [options]", "")
         sys.stderr.write(f"{program}: {line}; see {program} --help\n")
         raise SystemExit(2)
@@ -52,6 +57,11 @@ def load(target: str) -> Any:
     return getattr(importlib.import_module(module), function)
 
 
+def is_value(word: str) -> bool:
+    """Not an option; a negative number is a value."""
+    return re.match(r"-\D", word) is None
+
+
 def spell_out(arguments: Sequence[str]) -> list[str]:
     """Bare flags and lists in jsonargparse's own spelling: `--json` becomes `--json=true`, whatever
     stands after it, and `--lengths 1024 2048` becomes `--lengths=[1024,2048]`."""
@@ -62,27 +72,30 @@ def spell_out(arguments: Sequence[str]) -> list[str]:
     waiting = list(arguments)
     while waiting:
         word = waiting.pop(0)
-        if hints.get(word) is bool:
-            word += "=true"
-        elif get_origin(hints.get(word)) in (list, tuple):
-            values = list(takewhile(lambda value: not value.startswith("--"), waiting))
-            del waiting[: len(values)]
+        name, given, value = word.partition("=")
+        if hints.get(name) is bool and not given:
+            word = f"{name}=true"
+        elif get_origin(hints.get(name)) in (list, tuple):
+            values = [value] if given else list(takewhile(is_value, waiting))
+            if not given:
+                del waiting[: len(values)]
             joined = ",".join(values)
-            word += f"={joined}" if joined.startswith("[") else f"=[{joined}]"
+            word = f"{name}={joined}" if joined.startswith("[") else f"{name}=[{joined}]"
         spelled.append(word)
     return spelled
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = build_parser()
-    chosen = parser.parse_args(spell_out(sys.argv[1:] if arguments is None else arguments))
-    verb = chosen["verb"]
-    options = parser.instantiate(chosen)[verb].as_dict()
+    command = "tokenformer"
     try:
-        load(VERBS[verb])(**options)
+        parser = build_parser()
+        chosen = parser.parse_args(spell_out(sys.argv[1:] if arguments is None else arguments))
+        command = f"tokenformer {chosen['verb']}"
+        options = parser.instantiate(chosen)[chosen["verb"]].as_dict()
+        load(VERBS[chosen["verb"]])(**options)
     except InputError as error:
-        sys.stderr.write(f"tokenformer {verb}: {error}\n")
+        sys.stderr.write(f"{command}: {error}\n")
         raise SystemExit(2) from None
     except KeyboardInterrupt:
-        sys.stderr.write(f"tokenformer {verb}: interrupted\n")
+        sys.stderr.write(f"{command}: interrupted\n")
         raise SystemExit(130) from None

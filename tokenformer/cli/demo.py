@@ -1,22 +1,26 @@
 """`tokenformer demo`: a small TokenFormer learns to write Python, with nothing to download."""
 
-from __future__ import annotations
-
 import json
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenformer.cli.errors import InputError
+from tokenformer.cli.folder import new_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-PROMPT = "def "
-SAMPLE_LENGTH = 400
+    from tokenformer.data.token_ids import TokenIds
+    from tokenformer.train.metrics import Row
+    from tokenformer.train.options import TrainOptions
+
+PROMPT = "import os\nimport sys\n\n\ndef main"
+LARGEST_SEED = 2**63 - 1
 
 
-def demo(out: Path | None = None, steps: int = 1000, seed: int = 0) -> None:
+def demo(out: Path | None = None, steps: int = 2000, seed: int = 0) -> None:
     """Train a small byte-level TokenFormer on this machine's Python sources and let it speak.
 
     Args:
@@ -26,55 +30,38 @@ def demo(out: Path | None = None, steps: int = 1000, seed: int = 0) -> None:
     """
     if steps < 1:
         raise InputError(f"--steps {steps} must be at least 1")
+    if not 0 <= seed <= LARGEST_SEED:
+        raise InputError(f"--seed {seed} must be a whole number from 0 to {LARGEST_SEED}")
+    with ExitStack() as stack:
+        folder = None if out is None else stack.enter_context(new_folder("--out", out))
+        tour(folder, steps, seed)
     if out is not None:
-        make_folder(out)
+        sys.stdout.write(f"\nKept in {out}: model/, metrics.jsonl, loss.png\n")
 
+
+def tour(folder: Path | None, steps: int, seed: int) -> None:
     import torch
     from rich.console import Console
 
     from tokenformer.data.standard_library import standard_library
-    from tokenformer.train.curve import draw_loss
-    from tokenformer.train.loop import train
     from tokenformer.train.options import TrainOptions
-    from tokenformer.train.progress import progress
 
-    console = Console()
+    console = Console(highlight=False)
     torch.manual_seed(seed)
     tokens, held_out = standard_library()
     model = small_model()
     introduce(console, model, len(tokens))
-    options = TrainOptions(steps=steps, warmup_steps=min(20, steps), seed=seed)
-    with ExitStack() as stack:
-        show = stack.enter_context(progress(console, steps))
-        metrics = stack.enter_context((out / "metrics.jsonl").open("w")) if out else None
-
-        def on_step(row: dict[str, float]) -> None:
-            show(row)
-            if metrics:
-                metrics.write(json.dumps(row) + "\n")
-
-        rows = train(model, tokens, held_out, options, on_step)
+    options = TrainOptions(steps=steps, warmup_steps=min(50, steps), seed=seed)
+    rows = learn(console, model, tokens, held_out, options, folder)
+    if folder is not None:
+        keep(model, rows, folder)
     console.print(
         f"\n{rows[-1]['tokens']:,.0f} bytes read in {rows[-1]['seconds']:.0f} s. On files it has "
         f"never seen it needs {rows[-1]['val_bpb']:.2f} bits per byte; untrained it needed 8. "
-        f"Asked to go on from {PROMPT!r}, it writes:\n",
-        highlight=False,
+        "Given two imports and the head of a function, it goes on:\n"
     )
-    console.print(speak(model, seed), style="cyan", markup=False, highlight=False)
-    if out is not None:
-        keep(model, out)
-        draw_loss(rows, out / "loss.png", f"TokenFormer, {model.num_parameters() / 1e6:.1f}M")
-        console.print(f"\nKept in {out}: model/, metrics.jsonl, loss.png", highlight=False)
-
-
-def make_folder(out: Path) -> None:
-    """Before the work, not after it: a folder that cannot be used is found out at once."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if any(out.iterdir()):
-            raise InputError(f"--out {out} is not empty; name a new folder")
-    except OSError as error:
-        raise InputError(f"--out {out} cannot be made: {error.strerror}") from None
+    sample = printable(speak(model, options.length, seed), console.encoding)
+    console.print(sample, style="cyan", markup=False, soft_wrap=True)
 
 
 def small_model() -> Any:
@@ -101,18 +88,53 @@ def small_model() -> Any:
     return TokenformerForCausalLM(config)
 
 
-def introduce(console: Console, model: Any, corpus_size: int) -> None:
+def introduce(console: "Console", model: Any, corpus_size: int) -> None:
     config = model.config
     console.print(
         f"A TokenFormer of {model.num_parameters():,} parameters: {config.num_hidden_layers} "
         f"layers, width {config.hidden_size}, {config.qkv_tokens} parameter tokens in each "
         f"attention projection, {config.ffn_tokens} in each feed-forward layer.\n"
-        f"It reads {corpus_size / 1e6:.1f} MB of Python's standard library, byte by byte.\n",
-        highlight=False,
+        f"It reads from {corpus_size / 1e6:.1f} MB of Python's standard library, byte by byte.\n"
     )
 
 
-def speak(model: Any, seed: int) -> str:
+def learn(
+    console: "Console",
+    model: Any,
+    tokens: "TokenIds",
+    held_out: "TokenIds",
+    options: "TrainOptions",
+    folder: Path | None,
+) -> "list[Row]":
+    from tokenformer.train.loop import train
+    from tokenformer.train.progress import progress
+
+    with ExitStack() as stack:
+        show = stack.enter_context(progress(console, options.steps))
+        metrics = stack.enter_context((folder / "metrics.jsonl").open("w")) if folder else None
+
+        def on_step(row: "Row") -> None:
+            show(row)
+            if metrics:
+                metrics.write(json.dumps(row) + "\n")
+
+        return train(model, tokens, held_out, options, on_step)
+
+
+def keep(model: Any, rows: "list[Row]", folder: Path) -> None:
+    from transformers.utils import logging
+
+    from tokenformer.data.byte_tokenizer import byte_tokenizer
+    from tokenformer.train.curve import draw_loss
+
+    logging.disable_progress_bar()  # one small file
+    model.save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    draw_loss(rows, folder / "loss.png", f"TokenFormer, {model.num_parameters() / 1e6:.1f}M")
+
+
+def speak(model: Any, length: int, seed: int) -> str:
+    """A sample of `length` bytes in all; further than that the model has never been."""
     import torch
 
     from tokenformer.data.byte_tokenizer import byte_tokenizer
@@ -121,19 +143,17 @@ def speak(model: Any, seed: int) -> str:
     torch.manual_seed(seed)
     written = model.generate(
         **tokenizer(PROMPT, return_tensors="pt"),
-        max_new_tokens=SAMPLE_LENGTH,
+        max_length=length,
         do_sample=True,
-        temperature=0.7,
-        top_p=0.95,
+        temperature=0.6,
     )
     return str(tokenizer.decode(written[0], skip_special_tokens=True))
 
 
-def keep(model: Any, out: Path) -> None:
-    from transformers.utils import logging
-
-    from tokenformer.data.byte_tokenizer import byte_tokenizer
-
-    logging.disable_progress_bar()  # one small file
-    model.save_pretrained(out / "model")
-    byte_tokenizer().save_pretrained(out / "model")
+def printable(text: str, encoding: str) -> str:
+    """What a model writes may hold anything: control characters, which steer a terminal, and
+    characters that its encoding does not have."""
+    shown = "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
+    return shown.encode(encoding, errors="replace").decode(encoding)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 LONGEST = 10**9
 TRANSFORMER_PREFIX = "transformer-"
+WIDEST = 80  # no table is wider
 PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 LABELS = {
     "qkv": "q, k, v projections",
@@ -52,7 +53,7 @@ def inspect(
     """
     check_sizes(lengths=lengths, batch_size=[batch_size], length=[] if length is None else [length])
     if not lengths:
-        raise InputError(f"lengths is empty; give at least one, for example {list(LENGTHS)}")
+        raise InputError(f"--lengths is empty; give at least one, for example {list(LENGTHS)}")
     check_plot(plot)
     config = load_config(model)
 
@@ -84,18 +85,18 @@ def check_sizes(**sizes: Any) -> None:
     for name, values in sizes.items():
         for value in values:
             if not 1 <= value <= LONGEST:
-                raise InputError(f"{name}: {value} must be a whole number from 1 to {LONGEST}")
+                raise InputError(f"--{name} {value} must be a whole number from 1 to {LONGEST}")
 
 
 def check_plot(plot: Path | None) -> None:
     if plot is None:
         return
     if plot.suffix.lower() not in PLOT_SUFFIXES:
-        raise InputError(f"plot={str(plot)!r} must end in {', '.join(PLOT_SUFFIXES)}")
+        raise InputError(f"--plot {plot} must end in {', '.join(PLOT_SUFFIXES)}")
     if not is_folder(plot.parent):
-        raise InputError(f"plot={str(plot)!r} is in a folder that does not exist; make it first")
+        raise InputError(f"--plot {plot} is in a folder that does not exist; make it first")
     if is_folder(plot):
-        raise InputError(f"plot={str(plot)!r} is a folder; give the name of a file")
+        raise InputError(f"--plot {plot} is a folder; give the name of a file")
 
 
 def is_folder(path: Path) -> bool:
@@ -119,7 +120,7 @@ def load_config(model: str) -> "LanguageConfig":
     if not is_folder(folder):
         twins = [TRANSFORMER_PREFIX + size for size in TRANSFORMER_PRESETS]
         raise InputError(
-            f"model={model!r} is neither a preset nor a folder; give a folder with a config.json, "
+            f"{model} is neither a preset nor a folder; give a folder with a config.json, "
             f"or one of {', '.join([*TOKENFORMER_PRESETS, *twins])}"
         )
     file = folder / "config.json"
@@ -127,7 +128,7 @@ def load_config(model: str) -> "LanguageConfig":
         options = loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(
-            f"model={model!r} has no config.json; give a folder with one, or a preset"
+            f"{model} has no config.json; give a folder with one, or a preset"
         ) from None
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error.strerror}") from None
@@ -186,6 +187,7 @@ def show(report: dict[str, Any], families: list[str]) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
+    console.width = max(console.width, WIDEST)  # a narrow terminal wraps lines; it loses no digits
     models = [report[family] for family in families]
     for family, model in zip(families, models, strict=True):
         console.print(
@@ -310,4 +312,4 @@ def write_plot(plot: Path, longest: int) -> None:
         finally:
             unfinished.unlink(missing_ok=True)
     except OSError as error:
-        raise InputError(f"plot={str(plot)!r} cannot be written: {error.strerror}") from None
+        raise InputError(f"--plot {plot} cannot be written: {error.strerror}") from None

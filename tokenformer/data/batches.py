@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenformer.data.standard_library import TokenIds
+from tokenformer.data.token_ids import TokenIds
 
 
 def random_batch(tokens: TokenIds, *, batch_size: int, length: int, seed: int, step: int) -> Tensor:

@@ -9,11 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from tokenformer.data.byte_tokenizer import END_OF_TEXT
-
-TokenIds = npt.NDArray[np.uint16]
+from tokenformer.data.token_ids import TokenIds
 
 # Installed packages and the tests of Python itself differ from machine to machine; the tables of
 # character sets and of the help system are neither English nor code.

@@ -4,6 +4,7 @@ The four projections are given, so the same attention serves Pattention and line
 paper's equations 6 to 8, with heads.
 """
 
+import math
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,8 @@ class Cache(Protocol):
     """What attention needs of a key-value cache; transformers' caches have it."""
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, H_kv, T, head_dim] and return all of that layer's."""
+        """Append keys and values [B, H_kv, T, head_dim] and return all of that layer's so far,
+        and no more: where a cache returns empty places too, the caller masks them."""
         ...
 
 
@@ -64,6 +66,7 @@ class Attention(nn.Module):
         """Attend from x [B, T, d] to itself, or to `context` [B, S, d].
 
         `attention_mask` broadcasts to [B, H, T, S]: True, or 0 where it is added, means "attend".
+        Where attention is causal it holds on top of that.
         Returns the output and, where `attend` computes them, the attention weights.
         """
         source = x if context is None else context
@@ -82,9 +85,16 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """[B, H, T, head_dim] -> [B, T, H, head_dim], by torch's fused attention."""
         new, seen = query.shape[-2], key.shape[-2]
-        if self.is_causal and attention_mask is None and seen > new > 1:
-            # SDPA aligns its own causal mask with the first key; cached keys precede the queries.
-            attention_mask = query.new_ones(new, seen, dtype=torch.bool).tril(seen - new)
+        if self.is_causal and new > 1 and (attention_mask is not None or seen > new):
+            # SDPA takes one mask or its own causal one, which it aligns with the first key; but
+            # cached keys precede the queries.
+            causal = query.new_ones(new, seen, dtype=torch.bool).tril(seen - new)
+            if attention_mask is None:
+                attention_mask = causal
+            elif attention_mask.dtype == torch.bool:
+                attention_mask = attention_mask & causal
+            else:
+                attention_mask = attention_mask.masked_fill(~causal, -math.inf)
         attended = F.scaled_dot_product_attention(
             query,
             key,

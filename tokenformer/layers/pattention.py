@@ -14,7 +14,8 @@ class Pattention(nn.Module):
     """Attends from every input row to `num_tokens` learnable key-value pairs.
 
     `scale_tokens` is data of the layer, not a function of its token count: growth adds tokens and
-    keeps the scale. Like the other constructor arguments it is not part of the state dict.
+    keeps the scale. Like the other constructor arguments it is not part of the state dict, unless
+    it is given as an `nn.Parameter`, to be learned.
     """
 
     key_tokens: nn.Parameter  # [num_tokens, in_features]
@@ -28,7 +29,7 @@ class Pattention(nn.Module):
         num_tokens: int,
         *,
         theta: str = "l2_gelu",
-        scale_tokens: float | None = None,
+        scale_tokens: float | Tensor | None = None,
         approximate: str = "none",
         eps: float = 0.0,
         backend: str = "auto",
@@ -45,8 +46,9 @@ class Pattention(nn.Module):
                 raise ValueError(f"{name}={size} must be at least 1")
         check_names(theta, approximate, backend)
         self.theta = theta
-        self.scale_tokens = float(num_tokens if scale_tokens is None else scale_tokens)
-        check_scale(self.scale_tokens)
+        scale = num_tokens if scale_tokens is None else scale_tokens
+        check_scale(scale)
+        self.scale_tokens = scale if isinstance(scale, Tensor) else float(scale)
         self.approximate = approximate
         self.eps = eps
         self.backend = backend

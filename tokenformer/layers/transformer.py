@@ -51,7 +51,7 @@ class _TransformerLayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if d_model % nhead:
+        if nhead < 1 or d_model % nhead:
             raise ValueError(f"d_model={d_model} must be a multiple of nhead={nhead}")
         self.nhead = nhead
         self.batch_first = batch_first
@@ -108,7 +108,8 @@ class TokenformerEncoderLayer(_TransformerLayer):
 
     Args:
         d_model, nhead, dropout, layer_norm_eps, batch_first, norm_first: as torch's, but pre-norm
-            is the default, as in the paper.
+            is the default, as in the paper. There is no `activation`, whose place theta takes, and
+            no `bias`.
         dim_feedforward: parameter tokens of the feed-forward Pattention.
         qkv_tokens, output_tokens: parameter tokens of the attention's projections, by default
             `d_model`.

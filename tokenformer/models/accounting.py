@@ -108,7 +108,7 @@ def activation_bytes(config: LanguageConfig, batch_size: int, length: int) -> di
     final_norm = _norm_bytes(config, config.final_norm_parameters, rows)
     return {
         "embedding": INDEX_BYTES * rows,
-        "positions": position_bytes[config.positions or "none"],
+        "positions": position_bytes[config.positions],
         "norms": norm_inputs * stream + 2 * layers * block_norm + final_norm,
         "qkv": layers * stream + inner["qkv"],
         "token_token": layers * (2 * stream + keys_and_values + log_sums),
@@ -180,7 +180,7 @@ def _projection_parameters(config: LanguageConfig) -> dict[str, int]:
         return {
             "qkv": layers * d * (d + 2 * kv),
             "output": layers * d * d,
-            "ffn": layers * d * _mlp_units(config) * (3 if config.mlp == "swiglu" else 2),
+            "ffn": layers * d * config.intermediate_size * (3 if config.mlp == "swiglu" else 2),
         }
     if not isinstance(config, TokenformerConfig):
         raise TypeError(
@@ -189,10 +189,6 @@ def _projection_parameters(config: LanguageConfig) -> dict[str, int]:
     # A token is a key of d channels and a value as wide as the projection's output.
     q, k, v, o, ffn = (sum(_tokens_by_layer(config, projection)) for projection in PROJECTIONS)
     return {"qkv": 2 * d * q + (d + kv) * (k + v), "output": 2 * d * o, "ffn": 2 * d * ffn}
-
-
-def _mlp_units(config: TransformerConfig) -> int:
-    return config.intermediate_size or 4 * config.hidden_size
 
 
 def _norm_vectors(parameters: str) -> int:
@@ -214,7 +210,7 @@ def _projection_bytes(config: LanguageConfig, part: str, rows: int) -> int:
             return 0  # a linear map needs its input alone
         # GELU's two sides; for SwiGLU the gate, its SiLU, the other branch and their product.
         copies = 4 if config.mlp == "swiglu" else 2
-        return config.num_hidden_layers * FLOAT_BYTES * rows * copies * _mlp_units(config)
+        return config.num_hidden_layers * FLOAT_BYTES * rows * copies * config.intermediate_size
     assert isinstance(config, TokenformerConfig)
     names = {"qkv": ("q", "k", "v"), "output": ("o",), "ffn": ("ffn",)}[part]
     tokens = sum(sum(_tokens_by_layer(config, name)) for name in names)

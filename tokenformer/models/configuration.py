@@ -37,11 +37,22 @@ CHOICES: dict[str, tuple[str | bool, ...]] = {
 MISNOMERS = {
     **dict.fromkeys(("num_layers", "n_layers", "n_layer", "depth"), "num_hidden_layers"),
     **dict.fromkeys(("num_heads", "n_heads", "n_head"), "num_attention_heads"),
+    **dict.fromkeys(("num_kv_heads", "n_kv_heads"), "num_key_value_heads"),
     **dict.fromkeys(("d_model", "dim", "hidden_dim", "embed_dim", "n_embd"), "hidden_size"),
-    **dict.fromkeys(("n_positions", "n_ctx", "block_size"), "max_position_embeddings"),
+    **dict.fromkeys(("layer_norm_eps", "rms_norm_eps", "layer_norm_epsilon"), "norm_eps"),
+    **dict.fromkeys(("rope_theta", "rotary_emb_base"), "rotary_base"),
+    **dict.fromkeys(("rotary_pct", "partial_rotary_factor", "rotary_frac"), "rotary_fraction"),
+    **dict.fromkeys(("hidden_activation", "activation_function"), "hidden_act"),
+    **dict.fromkeys(
+        ("n_positions", "n_ctx", "block_size", "max_seq_len", "max_sequence_length"),
+        "max_position_embeddings",
+    ),
 }
 
-Tokens = int | list[int] | None
+FOLLOWS: Any = None
+"""The default of an option that takes the value another option implies."""
+
+Tokens = int | list[int]
 """A number of parameter tokens: one for all layers, or one per layer."""
 
 SomeConfig = TypeVar("SomeConfig", bound="LanguageConfig")
@@ -69,10 +80,10 @@ class LanguageConfig(PreTrainedConfig):
     hidden_size: int = 768
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
-    num_key_value_heads: int | None = None
+    num_key_value_heads: int = FOLLOWS
     max_position_embeddings: int = 2048
     variant: str = "released"
-    positions: str | None = None
+    positions: str = FOLLOWS
     rotary_fraction: float = 0.25
     rotary_base: float = 10000.0
     norm: str = "layer_norm"
@@ -80,7 +91,7 @@ class LanguageConfig(PreTrainedConfig):
     norm_eps: float = 1e-5
     final_norm_parameters: str = "weight_bias"
     residual: str = "sequential"
-    hidden_act: str | None = None
+    hidden_act: str = FOLLOWS
     tie_word_embeddings: bool = True
     initializer_range: float = 0.02
     use_cache: bool = True
@@ -100,7 +111,7 @@ class LanguageConfig(PreTrainedConfig):
     @property
     def key_value_size(self) -> int:
         """Channels of the keys and of the values, all their heads together."""
-        return (self.num_key_value_heads or self.num_attention_heads) * self.head_dim
+        return self.num_key_value_heads * self.head_dim
 
     @property
     def rotary_dim(self) -> int:
@@ -135,7 +146,7 @@ class LanguageConfig(PreTrainedConfig):
             for family in LanguageConfig.__subclasses__():
                 if other in {field.name for field in fields(family)}:
                     raise ValueError(f"{other!r} is an option of {family.__name__} alone")
-            near = difflib.get_close_matches(other, names, n=1, cutoff=0.8)
+            near = difflib.get_close_matches(other, names, n=1, cutoff=0.85)
             if meant := MISNOMERS.get(other) or next(iter(near), None):
                 raise ValueError(f"{other!r} is not an option; did you mean {meant!r}?")
 
@@ -158,7 +169,7 @@ class LanguageConfig(PreTrainedConfig):
                 f"hidden_size={self.hidden_size} must be a multiple of "
                 f"num_attention_heads={self.num_attention_heads}"
             )
-        if self.num_attention_heads * self.head_dim % self.key_value_size:
+        if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} must be a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}"
@@ -200,15 +211,15 @@ class TokenformerConfig(LanguageConfig):
     model_type = "tokenformer"
     presets = TOKENFORMER_PRESETS
 
-    qkv_tokens: Tokens = None
-    output_tokens: Tokens = None
-    ffn_tokens: Tokens = None
-    q_tokens: Tokens = None
-    k_tokens: Tokens = None
-    v_tokens: Tokens = None
+    qkv_tokens: Tokens = FOLLOWS
+    output_tokens: Tokens = FOLLOWS
+    ffn_tokens: Tokens = FOLLOWS
+    q_tokens: Tokens | None = None
+    k_tokens: Tokens | None = None
+    v_tokens: Tokens | None = None
     scale_tokens: dict[str, list[float | None]] | None = None
     theta: str = "l2_gelu"
-    theta_eps: float | None = None
+    theta_eps: float = FOLLOWS
 
     def tokens(self, projection: str, layer: int) -> int:
         """How many parameter tokens `projection` (q, k, v, o or ffn) has in `layer`."""
@@ -221,11 +232,11 @@ class TokenformerConfig(LanguageConfig):
         own = scales[layer] if scales else None
         return float(self.tokens(projection, layer) if own is None else own)
 
-    def _token_option(self, projection: str) -> int | list[int]:
+    def _token_option(self, projection: str) -> Tokens:
         if projection in ("o", "ffn"):
-            return {"o": self.output_tokens, "ffn": self.ffn_tokens}[projection]  # type: ignore[return-value]
-        own = getattr(self, f"{projection}_tokens")
-        return self.qkv_tokens if own is None else own  # type: ignore[return-value]
+            return {"o": self.output_tokens, "ffn": self.ffn_tokens}[projection]
+        own: Tokens | None = getattr(self, f"{projection}_tokens")
+        return self.qkv_tokens if own is None else own
 
     def _fill(self) -> None:
         defaults = {
@@ -279,14 +290,14 @@ class TransformerConfig(LanguageConfig):
     Attributes:
         mlp: `gelu`, GPT's two matrices, or `swiglu`, Llama's three.
         intermediate_size: hidden units of the MLP; by default 4 d, or for SwiGLU 8 d / 3 rounded up
-            to a multiple of 64, which has the same number of parameters.
+            to a multiple of 64, which has about the same number of parameters.
     """
 
     model_type = "tokenformer_transformer"
     presets = TRANSFORMER_PRESETS
 
     mlp: str = "gelu"
-    intermediate_size: int | None = None
+    intermediate_size: int = FOLLOWS
 
     def _fill(self) -> None:
         if self.intermediate_size is None:

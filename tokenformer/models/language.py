@@ -264,11 +264,11 @@ class LanguageModelForCausalLM(LanguagePreTrainedModel, GenerationMixin):
 
 def make_position_ids(embeds: Tensor, mask: Any, past_key_values: Cache | None) -> Tensor:
     """Count positions from the first token that is not padding, where a padding mask tells."""
-    length = embeds.shape[1]
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        return (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -length:]  # [B, T]
     seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-    return (torch.arange(length, device=embeds.device) + seen).unsqueeze(0)  # [1, T]
+    places = torch.arange(embeds.shape[1], device=embeds.device) + seen  # [T]
+    if isinstance(mask, Tensor) and mask.ndim == 2:  # of what was seen, what is new, and maybe more
+        return (mask.long().cumsum(-1) - 1).clamp_min(0)[:, places]  # [B, T]
+    return places.unsqueeze(0)  # [1, T]
 
 
 def tokenformer_projections(config: TokenformerConfig, layer: int) -> list[nn.Module]:
@@ -282,7 +282,7 @@ def tokenformer_projections(config: TokenformerConfig, layer: int) -> list[nn.Mo
             theta=config.theta,
             scale_tokens=config.scale(name, layer),
             approximate=config.approximate,
-            eps=config.theta_eps or 0.0,
+            eps=config.theta_eps,
         )
 
     return [tokens("q", d), tokens("k", kv), tokens("v", kv), tokens("o", d), tokens("ffn", d)]
@@ -290,8 +290,11 @@ def tokenformer_projections(config: TokenformerConfig, layer: int) -> list[nn.Mo
 
 def transformer_projections(config: TransformerConfig, layer: int) -> list[nn.Module]:
     d, kv = config.hidden_size, config.key_value_size
-    units = config.intermediate_size or 4 * d
-    ffn = SwiGLU(d, units) if config.mlp == "swiglu" else GeluMLP(d, units, config.approximate)
+    ffn = (
+        SwiGLU(d, config.intermediate_size)
+        if config.mlp == "swiglu"
+        else GeluMLP(d, config.intermediate_size, config.approximate)
+    )
     q, k, v, o = (nn.Linear(d, size, bias=False) for size in (d, kv, kv, d))
     for writer in (o, ffn.down):
         # `_init_weights` sees a matrix without its surroundings, and is not called for modules that

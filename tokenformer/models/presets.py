@@ -25,7 +25,6 @@ def _transformer(width: int) -> dict[str, Any]:
         "num_hidden_layers": 12,
         "hidden_size": width,
         "num_attention_heads": width // 64,
-        "intermediate_size": 4 * width,
         "max_position_embeddings": 1024,
     }
 

@@ -56,7 +56,8 @@ def pattention(
         theta: `l2_gelu` (the paper's), `gelu_l2`, `l1_gelu` or `softmax`.
         approximate: which GELU, as in torch: `none` (exact, as released) or `tanh` (the paper's
             own figures).
-        eps: added to the norm; 0 as released, 1e-5 in the paper's own figures.
+        eps: added to the norm; 0 as released, 1e-5 in the paper's own figures. Softmax, whose sum
+            is never zero, has no use for it.
         backend: `auto` or the name of one implementation; see `tokenformer.ops.BACKENDS`.
 
     Returns:

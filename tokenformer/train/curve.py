@@ -1,17 +1,24 @@
 """The picture of a run: training and held-out loss over tokens."""
 
 from pathlib import Path
+from statistics import mean
 
-Row = dict[str, float]
+from tokenformer.train.metrics import Row
 
 
 def draw_loss(rows: list[Row], path: Path, title: str) -> None:
     from matplotlib.figure import Figure
 
+    # One batch is a noisy sample; a hundred means of consecutive ones show the course.
+    window = max(1, len(rows) // 100)
+    chunks = [rows[start : start + window] for start in range(0, len(rows), window)]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(
-        [r["tokens"] for r in rows], [r["loss"] for r in rows], lw=1, alpha=0.5, label="training"
+        [chunk[-1]["tokens"] for chunk in chunks],
+        [mean(row["loss"] for row in chunk) for chunk in chunks],
+        alpha=0.6,
+        label="training" if window == 1 else f"training, mean of {window} steps",
     )
     validated = [r for r in rows if "val_loss" in r]
     axes.plot(

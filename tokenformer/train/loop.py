@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from tokenformer.data.batches import fixed_batches, random_batch
-from tokenformer.data.standard_library import TokenIds
+from tokenformer.data.token_ids import TokenIds
 from tokenformer.models.accounting import training_flops
+from tokenformer.train.metrics import Row
 from tokenformer.train.options import TrainOptions
-
-Row = dict[str, float]
-"""step, tokens, flops, seconds, loss, lr; val_loss and val_bpb where validated."""
 
 
 def train(

@@ -1,8 +1,9 @@
 """The live display of a run: a bar with loss, tokens/s and time left, or plain lines in a log."""
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from statistics import mean
 
 from rich.console import Console
 from rich.progress import (
@@ -13,24 +14,20 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-Row = dict[str, float]
-
-
-class Display(Protocol):
-    def __call__(self, row: Row) -> None:
-        """Show one row of metrics."""
-        ...
+from tokenformer.train.metrics import Row
 
 
 @contextmanager
-def progress(console: Console, steps: int) -> Iterator[Display]:
-    """A display for a run of `steps` steps: live on a terminal, ten lines in all elsewhere."""
+def progress(console: Console, steps: int) -> Iterator[Callable[[Row], None]]:
+    """A display for a run of `steps` steps: live on a terminal, ten lines at most elsewhere."""
+    describe = Describer()
     if not console.is_terminal:
-        every = max(1, steps // 10)
+        shown = {-(-steps * tenth // 10) for tenth in range(1, 11)}
 
         def show_line(row: Row) -> None:
-            if int(row["step"]) % every == 0 or row["step"] == steps:
-                console.print(f"step {row['step']:.0f}/{steps}  {describe(row)}", highlight=False)
+            text = describe(row)
+            if row["step"] in shown:
+                console.print(f"step {row['step']:.0f}/{steps}  {text}", highlight=False)
 
         yield show_line
         return
@@ -50,9 +47,20 @@ def progress(console: Console, steps: int) -> Iterator[Display]:
         yield show_bar
 
 
-def describe(row: Row) -> str:
-    speed = row["tokens"] / row["seconds"]
-    parts = [f"loss {row['loss']:.3f}", f"{speed:,.0f} tokens/s"]
-    if "val_bpb" in row:
-        parts.insert(1, f"held out {row['val_bpb']:.3f} bits/byte")
-    return "  ".join(parts)
+class Describer:
+    """One line on where a run stands: means of the last rows, so that it can be read."""
+
+    def __init__(self, window: int = 50) -> None:
+        self.rows: deque[Row] = deque(maxlen=window)
+        self.held_out = ""
+
+    def __call__(self, row: Row) -> str:
+        self.rows.append(row)
+        first = self.rows[0]
+        speed = row["tokens"] / row["seconds"]
+        if row["tokens"] > first["tokens"]:
+            speed = (row["tokens"] - first["tokens"]) / (row["seconds"] - first["seconds"])
+        if "val_bpb" in row:
+            self.held_out = f"  held out {row['val_bpb']:.3f} bits/byte"
+        loss = mean(past["loss"] for past in self.rows)
+        return f"loss {loss:.3f}{self.held_out}  {speed:,.0f} tokens/s"
