@@ -8,6 +8,7 @@ from tokenformer.train.metrics import Row
 
 def draw_loss(rows: list[Row], path: Path, title: str) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     # One batch is a noisy sample; a hundred means of consecutive ones show the course.
     window = max(1, len(rows) // 100)
@@ -28,6 +29,7 @@ def draw_loss(rows: list[Row], path: Path, title: str) -> None:
         label="held out",
     )
     axes.set(xlabel="tokens", ylabel="loss (nats per token)", title=title)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)
