@@ -1,6 +1,6 @@
 """What Pattention costs over the two matrix products it cannot do without.
 
-    .venv/bin/python benchmarks/operator.py
+    .venv/bin/python benchmarks/pattention.py
 
 For each shape, forward and backward of three functions of the same input, interleaved, median of
 many rounds, as ratios to the bare products x K^T V (the limit): the bias-free GELU network with the
