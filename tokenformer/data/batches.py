@@ -1,37 +1,45 @@
-"""Batches of random segments, a pure function of (seed, step): there is no loader state to lose."""
+"""Batches: the segments of a range of samples as one tensor. Which segments, `order` says."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tokenformer.data.token_ids import TokenIds
+from tokenformer.data.order import Starts, segment_starts, validation_starts
+from tokenformer.data.token_ids import TokenSequence
 
 
-def random_batch(tokens: TokenIds, *, batch_size: int, length: int, seed: int, step: int) -> Tensor:
-    """`batch_size` segments of `length` + 1 tokens [B, length + 1]: inputs and their targets."""
-    check_length(tokens, length)
-    random = np.random.default_rng([seed, step])
-    starts = random.integers(0, len(tokens) - length, size=batch_size)
-    return segments(tokens, starts.tolist(), length)
+def sample_batch(
+    tokens: TokenSequence,
+    *,
+    length: int,
+    seed: int,
+    first_sample: int,
+    count: int,
+    mode: str = "random",
+) -> Tensor:
+    """The samples first_sample .. first_sample + count - 1: inputs and targets [count, length + 1].
+
+    A rank that takes a slice of the global batch asks for that range of samples alone.
+    """
+    starts = segment_starts(
+        len(tokens), length, seed=seed, first_sample=first_sample, count=count, mode=mode
+    )
+    return segments(tokens, starts, length)
 
 
-def fixed_batches(tokens: TokenIds, *, batch_size: int, length: int, count: int) -> list[Tensor]:
-    """`count` batches spread evenly over `tokens`, always the same: for validation."""
-    check_length(tokens, length)
-    starts = np.linspace(0, len(tokens) - length - 1, num=batch_size * count).astype(int).tolist()
+def fixed_batches(
+    tokens: TokenSequence, *, batch_size: int, length: int, count: int
+) -> list[Tensor]:
+    """At most `count` batches spread evenly over `tokens`, always the same: for validation."""
+    starts = validation_starts(len(tokens), length, count=batch_size * count)
     return [
         segments(tokens, starts[i : i + batch_size], length)
         for i in range(0, len(starts), batch_size)
     ]
 
 
-def segments(tokens: TokenIds, starts: list[int], length: int) -> Tensor:
-    rows = np.stack([tokens[start : start + length + 1] for start in starts])
-    return torch.from_numpy(rows.astype(np.int64))
-
-
-def check_length(tokens: TokenIds, length: int) -> None:
-    if len(tokens) <= length:
-        raise ValueError(
-            f"the corpus has {len(tokens)} tokens, too few for segments of length={length} + 1"
-        )
+def segments(tokens: TokenSequence, starts: Starts, length: int) -> Tensor:
+    rows = np.empty((len(starts), length + 1), dtype=np.int64)
+    for row, start in zip(rows, starts.tolist(), strict=True):
+        row[:] = tokens[start : start + length + 1]
+    return torch.from_numpy(rows)  # [B, length + 1]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenformer.data.batches import fixed_batches, random_batch
-from tokenformer.data.token_ids import TokenIds
+from tokenformer.data.batches import fixed_batches, sample_batch
+from tokenformer.data.token_ids import TokenSequence
 from tokenformer.models.accounting import training_flops
 from tokenformer.train.metrics import Row
 from tokenformer.train.options import TrainOptions
@@ -17,8 +17,8 @@ from tokenformer.train.options import TrainOptions
 
 def train(
     model: Any,
-    tokens: TokenIds,
-    validation: TokenIds,
+    tokens: TokenSequence,
+    validation: TokenSequence,
     options: TrainOptions,
     on_step: Callable[[Row], None],
 ) -> list[Row]:
@@ -35,12 +35,12 @@ def train(
     start = time.perf_counter()
     model.train()
     for step in range(1, options.steps + 1):
-        batch = random_batch(
+        batch = sample_batch(
             tokens,
-            batch_size=options.batch_size,
             length=options.length,
             seed=options.seed,
-            step=step,
+            first_sample=(step - 1) * options.batch_size,
+            count=options.batch_size,
         )
         rate = learning_rate(step, options)
         for group in optimizer.param_groups:

@@ -1,0 +1,148 @@
+"""A prepared corpus: shards of token ids, memory-mapped, each split one long sequence.
+
+    corpus = Corpus("data/enwik8")
+    train = corpus.split("train")
+    len(train), train.bytes, train[1_000:1_256]      # ids across shards, as one array
+
+`index.json`, which `tokenformer prepare` writes last, says what belongs to the folder; without it
+there is no corpus. Sizes of shards are checked when a split is opened, their contents by `verify`.
+"""
+
+import hashlib
+import json
+from bisect import bisect_right
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tokenformer.data.errors import DataError
+from tokenformer.data.token_ids import TokenIds
+
+INDEX = "index.json"
+UNFINISHED = "unfinished.json"
+TOKENIZER = "tokenizer"
+FORMAT = "tokenformer-tokens-1"
+DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+BLOCK = 1 << 22
+
+
+class Split:
+    """One split of a corpus: `len`, slices and its sizes."""
+
+    def __init__(self, folder: Path, name: str, dtype: str, entry: dict[str, Any]) -> None:
+        self.name = name
+        self.bytes: int = entry["bytes"]
+        """Bytes of the text, by which bits per byte are counted."""
+        self.documents: int = entry["documents"]
+        self.dtype = DTYPES[dtype]
+        shards = [(folder / shard["file"], shard["tokens"]) for shard in entry["shards"]]
+        self.shards: list[TokenIds] = [mapped(path, tokens, self.dtype) for path, tokens in shards]
+        self.ends = list(accumulate(len(shard) for shard in self.shards))
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def __getitem__(self, place: slice) -> TokenIds:
+        """The ids of a slice; a view of the file where one shard holds them all."""
+        start, stop, step = place.indices(len(self))
+        if step != 1:
+            raise ValueError(f"a split is sliced in steps of 1, not {step}")
+        parts: list[TokenIds] = []
+        shard = bisect_right(self.ends, start)
+        while start < stop:
+            offset = self.ends[shard] - len(self.shards[shard])
+            parts.append(self.shards[shard][start - offset : stop - offset])
+            start, shard = self.ends[shard], shard + 1
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=self.dtype)
+
+
+class Corpus:
+    """A folder that `tokenformer prepare` has finished."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self.index = read_index(self.folder)
+        self.vocab_size: int = self.index["vocab_size"]
+        self.tokenizer = self.folder / TOKENIZER
+        """A folder for AutoTokenizer."""
+
+    @property
+    def splits(self) -> list[str]:
+        return list(self.index["splits"])
+
+    def split(self, name: str) -> Split:
+        if name not in self.splits:
+            raise DataError(f"{self.folder} has no split {name!r}; it has {', '.join(self.splits)}")
+        return Split(self.folder, name, self.index["dtype"], self.index["splits"][name])
+
+    def verify(self) -> None:
+        """Read every shard and compare its hash with the index."""
+        for entry in self.index["splits"].values():
+            for shard in entry["shards"]:
+                path = self.folder / shard["file"]
+                mapped(path, shard["tokens"], DTYPES[self.index["dtype"]])
+                if sha256_of(path) != shard["sha256"]:
+                    raise DataError(f"{path} has been altered: its sha256 is not the index's")
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    path = folder / INDEX
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if (folder / UNFINISHED).exists():
+            raise DataError(
+                f"{folder} is not finished; run the same `tokenformer prepare` again to go on"
+            ) from None
+        raise DataError(
+            f"{folder} holds no prepared corpus (no {INDEX}); make one with `tokenformer prepare`"
+        ) from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise DataError(f"{path} is not JSON; it has been altered") from None
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        raise DataError(f"{path} is not of the format {FORMAT}")
+    try:
+        check_index(index)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise DataError(f"{path} is not whole; it has been altered") from None
+    return index
+
+
+def check_index(index: dict[str, Any]) -> None:
+    """Raise unless every field that readers rely on is there and of its type."""
+    if index["dtype"] not in DTYPES or int(index["vocab_size"]) < 1:
+        raise ValueError
+    for entry in index["splits"].values():
+        if int(entry["bytes"]) < 0 or int(entry["documents"]) < 0:
+            raise ValueError
+        for shard in entry["shards"]:
+            # A shard lies in the folder itself, whatever an index from elsewhere may say.
+            if Path(shard["file"]).name != shard["file"] or int(shard["tokens"]) < 1:
+                raise ValueError
+            bytes.fromhex(shard["sha256"])
+
+
+def mapped(path: Path, tokens: int, dtype: np.dtype[Any]) -> TokenIds:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path} is missing or cannot be read: {error.strerror}") from None
+    if size != tokens * dtype.itemsize:
+        raise DataError(
+            f"{path} is torn: it has {size} bytes, the index says {tokens * dtype.itemsize}"
+        )
+    return np.memmap(path, dtype=dtype, mode="r")
+
+
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,5 @@
+"""What the data room raises when a corpus, a tokenizer or a folder is at fault."""
+
+
+class DataError(ValueError):
+    """Said in one line that names what is wrong and what would be accepted."""
