@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 # nothing from threads, and test workers that fight for the cores are ten times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+ROOT = Path(__file__).parent.parent
 FAMILIES = ("tokenformer", "transformer")
 
 
@@ -67,3 +69,16 @@ def make_model(make_config: Callable[..., Any], seed: int) -> Callable[..., Any]
         return model
 
     return make
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Callable[[str], Path]:
+    """real_data("text/enwik8.gz"): a file under TOKENFORMER_DATA; where it is absent, a skip."""
+    folder = Path(os.environ.get("TOKENFORMER_DATA", ROOT.parent / "shared" / "data"))
+
+    def find(name: str) -> Path:
+        if not (folder / name).exists():
+            pytest.skip(f"TOKENFORMER_DATA has no {name}")
+        return folder / name
+
+    return find

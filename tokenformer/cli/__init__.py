@@ -19,6 +19,7 @@ from tokenformer.cli.errors import InputError
 VERBS = {
     "demo": "tokenformer.cli.demo:demo",
     "inspect": "tokenformer.cli.inspect:inspect",
+    "prepare": "tokenformer.cli.prepare:prepare",
 }
 
 

@@ -1,0 +1,245 @@
+"""Every kind of corpus to the same tokens, by documents whose ids can be computed by hand."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import random
+import zipfile
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from tokenformer.data.corpus import Corpus
+from tokenformer.data.documents import STANDARD_SIZE, cut, place_to_cut
+from tokenformer.data.errors import DataError
+from tokenformer.data.preparation import Request, prepare
+
+END = 256
+PACKINGS = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.compress,
+}
+DOCUMENTS = [
+    f"document {number}: déjà vu 日本語 👩‍👩‍👧\n" * (number % 5 + 1) for number in range(200)
+]
+
+
+def tokens(*documents: str) -> list[int]:
+    return [token for text in documents for token in (*text.encode(), END)]
+
+
+def jsonl(documents, field="text") -> bytes:
+    return "".join(json.dumps({"id": 1, field: text}) + "\n" for text in documents).encode()
+
+
+def zipped(**members: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def make(tmp_path):
+    """make(corpus, **options): a prepared corpus; each in a folder of its own."""
+    count = iter(range(100))
+
+    def run(corpus, workers=1, **options):
+        out = tmp_path / f"out-{next(count)}"
+        prepare(Request(corpus=str(corpus), **options), out, workers=workers)
+        Corpus(out).verify()
+        return Corpus(out)
+
+    return run
+
+
+def all_documents(corpus: Corpus) -> dict[str, list[str]]:
+    """The documents of every split, decoded from bytes."""
+    found = {}
+    for name in corpus.splits:
+        ids = corpus.split(name)[:]
+        rows = np.split(ids, np.flatnonzero(ids == END) + 1)[:-1]
+        found[name] = [row[:-1].astype(np.uint8).tobytes().decode() for row in rows]
+        assert len(found[name]) == corpus.split(name).documents
+        assert sum(len(text.encode()) for text in found[name]) == corpus.split(name).bytes
+    return found
+
+
+@pytest.mark.parametrize("packing", ["", *PACKINGS, ".zip"])
+def test_a_text_in_every_packing(make, tmp_path, packing):
+    text = "".join(DOCUMENTS).encode()
+    packed = {**PACKINGS, "": bytes, ".zip": lambda t: zipped(**{"a.txt": t})}[packing](text)
+    (tmp_path / f"a.txt{packing}").write_bytes(packed)
+    corpus = make(tmp_path / f"a.txt{packing}")
+    train, held_out = corpus.split("train"), corpus.split("validation")
+    assert train[:].tolist() == [*text[: train.bytes], END]
+    assert held_out[:].tolist() == [*text[train.bytes :], END]
+    assert abs(held_out.bytes - 0.05 * len(text)) < 200
+
+
+@pytest.mark.parametrize("packing", ["", *PACKINGS, ".zip"])
+def test_rows_in_every_packing_are_divided_alike(make, tmp_path, packing):
+    content = jsonl(DOCUMENTS)
+    packed = {**PACKINGS, "": bytes, ".zip": lambda t: zipped(**{"b.jsonl": t})}[packing](content)
+    (tmp_path / f"b.jsonl{packing}").write_bytes(packed)
+    found = all_documents(make(tmp_path / f"b.jsonl{packing}", validation=0.1))
+    assert sorted(found["train"] + found["validation"]) == sorted(DOCUMENTS)
+    assert 5 < len(found["validation"]) < 40
+    shuffled = random.Random(0).sample(DOCUMENTS, len(DOCUMENTS))
+    table = pyarrow.table({"id": list(range(200)), "body": shuffled})
+    pyarrow.parquet.write_table(table, tmp_path / "c.parquet", row_group_size=33)
+    other = all_documents(make(tmp_path / "c.parquet", validation=0.1, text_field="body"))
+    assert sorted(other["validation"]) == sorted(found["validation"]), "order does not matter"
+    assert other["train"] == [text for text in shuffled if text in set(found["train"])]
+
+
+def test_a_folder_is_its_files_in_order(make, tmp_path):
+    folder = tmp_path / "texts"
+    (folder / "b").mkdir(parents=True)
+    (folder / "a.txt").write_text("one")
+    (folder / "b" / "rows.jsonl").write_bytes(jsonl(["two", "", "three"]))
+    (folder / "b" / "some.zip").write_bytes(
+        zipped(**{"y.md": b"five", "x.md.gz": gzip.compress(b"four")})
+    )
+    (folder / "c").write_text("six")
+    (folder / ".hidden").write_text("no")
+    (folder / "photo.png").write_bytes(b"\x89PNG\0\0\0")
+    corpus = make(folder, validation=0)
+    assert corpus.split("train")[:].tolist() == tokens("one", "two", "three", "four", "five", "six")
+    assert corpus.splits == ["train"]
+
+
+def test_files_named_after_splits_stay_in_them(make, tmp_path):
+    folder = tmp_path / "pile"
+    (folder / "train").mkdir(parents=True)
+    (folder / "train" / "00.jsonl.zst").write_bytes(zstandard.compress(jsonl(["a", "b"])))
+    (folder / "val.jsonl").write_bytes(jsonl(["c"]))
+    (folder / "test.txt").write_text("d")
+    corpus = make(folder)
+    found = {name: corpus.split(name)[:].tolist() for name in corpus.splits}
+    assert found == {"train": tokens("a", "b"), "validation": tokens("c"), "test": tokens("d")}
+    with pytest.raises(DataError, match="has a validation split of its own"):
+        make(folder, validation=0.5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_few_documents_are_never_all_on_one_side(make, tmp_path, seed):
+    (tmp_path / "few.jsonl").write_bytes(jsonl(DOCUMENTS[:3]))
+    found = all_documents(make(tmp_path / "few.jsonl", seed=seed))
+    assert len(found["train"]) == 2
+    assert len(found["validation"]) == 1
+    (tmp_path / "one.jsonl").write_bytes(jsonl(DOCUMENTS[:1]))
+    assert all_documents(make(tmp_path / "one.jsonl", seed=seed)) == {"train": DOCUMENTS[:1]}
+
+
+def test_the_share_held_out_is_the_share_asked_for(make, tmp_path):
+    documents = [f"text number {number}" for number in range(20_000)]
+    (tmp_path / "many.jsonl").write_bytes(jsonl(documents))
+    for seed in (0, 1):
+        held_out = make(tmp_path / "many.jsonl", seed=seed).split("validation").documents
+        assert abs(held_out - 1000) < 120  # four standard deviations
+
+
+def test_bytes_that_are_not_utf8_are_kept(make, tmp_path):
+    content = bytes(range(1, 256)) * 10
+    (tmp_path / "raw.bin").write_bytes(content)
+    assert make(tmp_path / "raw.bin", validation=0).split("train")[:-1].tolist() == [*content]
+
+
+def test_a_text_of_100_million_bytes_has_the_standard_split(make, tmp_path):
+    """As enwik8 and text8; the name does not matter."""
+    block = bytes(random.Random(0).choices(b"abcdefgh \n", k=1_000_000))
+    with gzip.open(tmp_path / "renamed.gz", "wb", compresslevel=1) as file:
+        for _ in range(100):
+            file.write(block)
+    corpus = make(tmp_path / "renamed.gz")
+    sizes = {name: corpus.split(name).bytes for name in corpus.splits}
+    assert sizes == {"train": 90_000_000, "validation": 5_000_000, "test": 5_000_000}
+    assert sum(sizes.values()) == STANDARD_SIZE
+    assert corpus.split("validation")[1_000_000:2_000_000].tobytes() == (
+        np.frombuffer(block, dtype=np.uint8).astype("<u2").tobytes()
+    )
+
+
+@pytest.mark.slow
+def test_enwik8(make, real_data):
+    import hashlib
+
+    corpus = make(real_data("text/enwik8.gz"))
+    digest = hashlib.sha256()
+    for name in ("train", "validation", "test"):
+        digest.update(corpus.split(name)[:-1].astype(np.uint8).tobytes())
+    assert digest.hexdigest().startswith("2b49720ec4d78c3c9fabaee6e4179a5e")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("cut.txt.gz", gzip.compress(b"text" * 9999)[:-20], "cut.txt.gz cannot be read to its end"),
+        ("cut.txt.bz2", bz2.compress(b"text" * 9999)[:-20], "cannot be read to its end"),
+        ("cut.txt.xz", lzma.compress(b"text" * 9999)[:-20], "cannot be read to its end"),
+        ("cut.txt.zst", zstandard.compress(b"text" * 9999)[:-5], "cannot be read to its end"),
+        ("cut.zip", zipped(a=b"text" * 9999)[:-30], "cannot be read to its end"),
+        ("bad.txt.gz", b"plain", "bad.txt.gz cannot be read to its end"),
+        ("bad.jsonl", b'{"text": "a"}\n{"text": \n', "bad.jsonl, line 2 is not JSON"),
+        ("bad.jsonl", b'{"body": "a"}\n', "line 1 has no field 'text' but 'body'; .* --text_field"),
+        ("bad.jsonl", b"[1]\n", "line 1 has no field 'text'"),
+        ("bad.jsonl", b'{"text": 5}\n', "the field 'text' holds int, not text"),
+        ("bad.parquet", b"PAR1 not", "bad.parquet is not parquet"),
+        ("a.tar.gz", b"", "a.tar.gz is a tar archive"),
+        ("a.parquet.gz", b"", "compressed inside"),
+        ("empty.txt", b"", "holds no text"),
+        ("empty.zip", zipped(), "holds no text, jsonl or parquet file"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_damaged_or_unfit_file_is_one_clear_line(make, tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message) as raised:
+        make(tmp_path / name)
+    assert "\n" not in str(raised.value)
+    assert not list(tmp_path.glob("out-*")), "the name is free for the next attempt"
+
+
+def test_a_damaged_archive_member_is_found_by_its_checksum(make, tmp_path):
+    content = bytearray(zipped(**{"a.txt": random.Random(0).randbytes(5000)}))
+    content[2000] ^= 1
+    (tmp_path / "a.zip").write_bytes(content)
+    with pytest.raises(DataError, match="cannot be read to its end"):
+        make(tmp_path / "a.zip")
+
+
+def test_names_of_archive_members_are_only_names(make, tmp_path):
+    (tmp_path / "evil.zip").write_bytes(zipped(**{"../../outside.txt": b"text", "/etc/x": b"more"}))
+    found = all_documents(make(tmp_path / "evil.zip", validation=0))
+    assert sorted(found["train"]) == ["more", "text"]
+    assert not (tmp_path.parent.parent / "outside.txt").exists()
+
+
+@pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 250, 1000])
+def test_pieces_are_the_document_cut_at_good_places(monkeypatch, size):
+    monkeypatch.setattr("tokenformer.data.documents.PIECE", 100)
+    text = ("日本語 and\nother words,\n\n more" * 50).encode()[:size]
+    parts = (("train", size // 2), ("validation", None))
+    pieces = list(cut(io.BytesIO(text), parts))
+    assert b"".join(piece for piece, _, _ in pieces) == text
+    assert b"".join(piece for piece, split, _ in pieces if split == "train") == text[: size // 2]
+    assert all(len(piece) <= 100 for piece, _, _ in pieces)
+    assert [split for _, split, ends in pieces if ends] == ["train", "validation"]
+
+
+def test_a_cut_splits_neither_words_nor_characters():
+    text = b"one two\nthree four\n\n  five"
+    assert text[: place_to_cut(text, 24)] == b"one two\nthree"  # blank lines are left together
+    assert place_to_cut(b"aaa\nbbb ccc", 9) == 7  # before the space that belongs to ccc
+    assert place_to_cut(b"aaaaaaaa\nb ccc", 12) == 9  # after the line break
+    assert place_to_cut("aaaaa日本".encode(), 10) == 8
+    assert place_to_cut(b"\x80" * 20, 10) == 10

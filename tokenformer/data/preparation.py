@@ -1,0 +1,430 @@
+"""From a corpus to a folder of token shards: read, divide, encode, write, and go on after a kill.
+
+    prepare(Request(corpus="enwik8.zip"), Path("data/enwik8"))
+
+The folder holds `unfinished.json` while the work lasts: the settings and how far the shards on
+disk reach. `index.json` comes last, and only then is there a corpus (`corpus.Corpus`). The result
+depends on the corpus and the settings alone, not on the number of processes or on interruptions.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenformer.data.corpus import FORMAT, INDEX, TOKENIZER, UNFINISHED, read_index, sha256_of
+from tokenformer.data.documents import (
+    DEFAULT_FRACTION,
+    WHOLE,
+    Division,
+    Parts,
+    Position,
+    parts_of,
+    read_pieces,
+)
+from tokenformer.data.encoding import ByteEncoder, Chunk, Encoder, TokenizerEncoder, encoded
+from tokenformer.data.errors import DataError
+from tokenformer.data.shards import SplitWriter, sync_folder, write_json
+from tokenformer.data.sources import SPLITS, Source, exists, find_sources, is_binary
+from tokenformer.data.token_ids import dtype_for
+from tokenformer.data.tokenizer import (
+    BPE,
+    BYTES,
+    check_tokenizer,
+    load_tokenizer,
+    save_tokenizer,
+    train_bpe,
+)
+
+CHUNK = 1 << 20  # bytes of text handed to a process at once
+SYNC_SECONDS = 1.0  # of work that a kill may cost
+BPE_SAMPLE = 1 << 30  # bytes of training text that a BPE is trained on; its memory grows with them
+
+
+@dataclass(frozen=True)
+class Request:
+    corpus: str
+    """A file, a folder or the name of a dataset."""
+    tokenizer: str = BYTES
+    """bytes, bpe, a tokenizer.json, a tokenizer folder or a hub name."""
+    vocab_size: int | None = None
+    """Of a bpe."""
+    end_of_text: str | None = None
+    """The token that ends a document, where the tokenizer does not say."""
+    text_field: str = "text"
+    """Of a row of jsonl, parquet or a dataset."""
+    subset: str | None = None
+    """Of a dataset."""
+    validation: float | None = None
+    """Fraction of the documents to hold out; None: as is standard for the corpus, else 0.05."""
+    seed: int = 0
+    """Of the division."""
+    shard_tokens: int = 1 << 28
+
+    def check(self) -> None:
+        if self.validation is not None and not 0 <= self.validation < 1:
+            raise DataError(f"--validation {self.validation} must be at least 0 and below 1")
+        if not 0 <= self.seed < 2**63:
+            raise DataError(f"--seed {self.seed} must be a whole number from 0 to {2**63 - 1}")
+        if self.shard_tokens < 1:
+            raise DataError(f"--shard_tokens {self.shard_tokens} must be at least 1")
+        check_tokenizer(self.tokenizer, self.vocab_size)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a preparation has come."""
+
+    read: int
+    """Bytes of the corpus's files."""
+    total: int
+    """Of these; 0 if it is not known."""
+    bytes: int
+    """Of text."""
+    tokens: int
+
+
+def prepare(
+    request: Request,
+    out: Path,
+    *,
+    workers: int = 1,
+    on_standing: Callable[[Standing], None] = lambda standing: None,
+    on_note: Callable[[str], None] = lambda note: None,
+) -> dict[str, Any]:
+    """Fill `out`, go on filling it, or find it full already. What its index says."""
+    request.check()
+    if workers < 1:
+        raise DataError(f"--workers {workers} must be at least 1")
+    check_apart(request.corpus, out)
+    found = find_sources(request.corpus, request.subset)
+    sources = [source for source in found if len(found) == 1 or not is_binary(source)]
+    if left_out := [source.name for source in found if source not in sources]:
+        more = ", ..." if len(left_out) > 5 else ""
+        on_note(f"left out, since not text: {', '.join(left_out[:5])}{more} ({len(left_out)})")
+    if not sources:
+        raise DataError(f"{request.corpus} holds no text, jsonl or parquet file")
+    if request.validation is not None and any(s.split == "validation" for s in sources):
+        raise DataError(
+            f"--validation {request.validation} is not needed: {request.corpus} has a validation "
+            "split of its own"
+        )
+    with claimed(out):
+        settings = settings_of(request, sources)
+        journal = found_journal(out, settings)
+        if journal is None:
+            on_note(f"{out} is prepared already")
+            return read_index(out)
+        if journal["position"]:
+            on_note(f"going on with {out}")
+        try:
+            preparation = Preparation(request, out, sources, settings, journal, on_note)
+            return preparation.run(workers, on_standing)
+        except DataError:
+            abandon(out)
+            raise
+
+
+class Preparation:
+    """One run of `prepare`: what is being read, divided and written, and its journal."""
+
+    def __init__(
+        self,
+        request: Request,
+        out: Path,
+        sources: list[Source],
+        settings: dict[str, Any],
+        journal: dict[str, Any],
+        on_note: Callable[[str], None],
+    ) -> None:
+        self.request = request
+        self.out = out
+        self.sources = sources
+        self.settings = settings
+        self.journal = journal
+        self.on_note = on_note
+        fraction = DEFAULT_FRACTION if request.validation is None else request.validation
+        self.division = Division.of_fraction(fraction, request.seed)
+        self.divided = not any(source.split == "validation" for source in sources)
+        self.parts = self.find_parts()
+        self.writers: dict[str, SplitWriter] = {}
+
+    def find_parts(self) -> Parts:
+        """A corpus that is one text is divided by place, not by document."""
+        if len(self.sources) > 1 or self.sources[0].kind != "text":
+            return WHOLE
+        if "parts" not in self.journal:
+            self.journal["parts"] = parts_of(self.sources[0], self.request.validation)
+        return tuple((split, end) for split, end in self.journal["parts"])
+
+    def run(self, workers: int, on_standing: Callable[[Standing], None]) -> dict[str, Any]:
+        while True:
+            if self.journal["threshold"] is not None:
+                self.division.threshold = self.journal["threshold"]
+            encoder, tokenizer = self.make_encoder()
+            self.writers = {
+                split: self.writer(split, encoder, state)
+                for split, state in self.journal["splits"].items()
+            }
+            self.write_all(encoder, workers, on_standing)
+            if not self.one_side_is_empty():
+                return self.finish(tokenizer)
+            self.start_anew()
+
+    def make_encoder(self) -> tuple[Encoder, dict[str, Any]]:
+        """The encoder, and what the index says of its tokenizer; made and saved at first."""
+        folder = self.out / TOKENIZER
+        request = self.request
+        if not folder.exists():
+            if request.tokenizer == BPE and request.vocab_size is not None:
+                self.on_note(f"training a BPE of {request.vocab_size} tokens")
+                tokenizer = train_bpe(self.training_texts(), request.vocab_size)
+            else:
+                tokenizer = load_tokenizer(request.tokenizer, request.end_of_text)
+            save_tokenizer(tokenizer, folder)
+        file = folder / "tokenizer.json"
+        vocab_size, end_of_text = vocabulary(folder)
+        dtype = dtype_for(vocab_size)
+        encoder: Encoder = TokenizerEncoder(file, end_of_text, dtype)
+        if request.tokenizer == BYTES:
+            encoder = ByteEncoder(dtype)
+        return encoder, {
+            "name": self.settings["tokenizer"],
+            "sha256": sha256_of(file),
+            "vocab_size": vocab_size,
+            "end_of_text": end_of_text,
+        }
+
+    def training_texts(self) -> Iterator[str]:
+        size = 0
+        for chunk in self.chunks(None, "train"):
+            for split, text in zip(chunk.splits, chunk.texts, strict=True):
+                if split == "train":
+                    yield text.decode("utf-8", errors="replace")
+                    size += len(text)
+            if size >= BPE_SAMPLE:
+                return
+
+    def writer(self, split: str, encoder: Encoder, state: dict[str, Any]) -> SplitWriter:
+        return SplitWriter(self.out, split, encoder.dtype, self.request.shard_tokens, state)
+
+    def chunks(self, after: Position | None, split: str) -> Iterator[Chunk]:
+        """The corpus after a position, in chunks; `split` is that of the piece before."""
+        before, total = [], 0
+        for source in self.sources:
+            before.append(total)
+            total += source.size
+        chunk = Chunk()
+        for piece in read_pieces(self.sources, self.request.text_field, self.parts, after):
+            if piece.starts:
+                split = piece.split or self.split_of(piece.position.source, piece.text)
+            chunk.add(piece.text, piece.ends, split)
+            chunk.position = piece.position
+            chunk.read = before[piece.position.source] + piece.read
+            if chunk.size >= CHUNK:
+                yield chunk
+                chunk = Chunk()
+        if chunk.texts:
+            yield chunk
+
+    def split_of(self, source: int, text: bytes) -> str:
+        split = self.sources[source].split or "train"
+        if split != "train" or not self.divided:
+            return split
+        hashed = self.division.hash_of(text)
+        return "validation" if hashed < self.division.threshold else "train"
+
+    def write_all(
+        self, encoder: Encoder, workers: int, on_standing: Callable[[Standing], None]
+    ) -> None:
+        after = Position(*self.journal["position"]) if self.journal["position"] else None
+        total = sum(source.size for source in self.sources)
+        size, tokens = 0, 0
+        synced = time.monotonic()
+        chunks = self.chunks(after, self.journal["split"])
+        for chunk, ids_by_split in encoded(chunks, encoder, workers):
+            for split, ids in ids_by_split.items():
+                if split not in self.writers:
+                    self.writers[split] = self.writer(split, encoder, {})
+                self.writers[split].write(ids)
+                tokens += len(ids)
+            for split, text, ends in zip(chunk.splits, chunk.texts, chunk.ends, strict=True):
+                self.writers[split].bytes += len(text)
+                self.writers[split].documents += ends
+            size += chunk.size
+            self.journal |= {"position": chunk.position, "split": chunk.splits[-1]}
+            if time.monotonic() - synced > SYNC_SECONDS:
+                self.sync()
+                synced = time.monotonic()
+            on_standing(Standing(chunk.read, total, size, tokens))
+
+    def sync(self) -> None:
+        """Shards first, then the journal that vouches for them."""
+        for writer in self.writers.values():
+            writer.sync()
+        self.journal["splits"] = {split: w.state() for split, w in self.writers.items()}
+        write_json(self.out / UNFINISHED, self.journal)
+
+    def one_side_is_empty(self) -> bool:
+        """Whether chance left nothing to train on, or nothing to hold out of a few documents."""
+        if self.journal["threshold"] is not None or self.division.threshold == 0:
+            return False
+        if not self.divided or self.parts is not WHOLE:
+            return False
+        return not {"train", "validation"} <= self.writers.keys()
+
+    def start_anew(self) -> None:
+        """Hold out the one document whose hash is the smallest; of a single document, nothing."""
+        pieces = read_pieces(self.sources, self.request.text_field, self.parts, None)
+        hashes = {
+            self.division.hash_of(piece.text)
+            for piece in pieces
+            if piece.starts and self.sources[piece.position.source].split in (None, "train")
+        }
+        for writer in self.writers.values():
+            writer.file.close()
+        self.journal |= {
+            "position": None,
+            "split": "train",
+            "splits": {},
+            "threshold": min(hashes) + 1 if len(hashes) > 1 else 0,
+        }
+        write_json(self.out / UNFINISHED, self.journal)
+        if self.request.tokenizer == BPE:  # it has learnt from what is now held out
+            shutil.rmtree(self.out / TOKENIZER)
+
+    def finish(self, tokenizer: dict[str, Any]) -> dict[str, Any]:
+        if not self.writers:
+            raise DataError(f"{self.request.corpus} holds no text")
+        dtype = next(iter(self.writers.values())).dtype
+        splits = {s: self.writers[s].entry() for s in SPLITS if s in self.writers}
+        index = {
+            "format": FORMAT,
+            "tokenizer": tokenizer,
+            "vocab_size": tokenizer["vocab_size"],
+            "dtype": dtype.name,
+            "splits": splits,
+            "settings": self.settings,
+        }
+        listed = {shard["file"] for entry in splits.values() for shard in entry["shards"]}
+        for path in self.out.glob("*.bin"):
+            if path.name not in listed:  # of a first division that held out nothing
+                path.unlink()
+        sync_folder(self.out)
+        write_json(self.out / INDEX, index)
+        (self.out / UNFINISHED).unlink(missing_ok=True)
+        return index
+
+
+def settings_of(request: Request, sources: list[Source]) -> dict[str, Any]:
+    """All that the result depends on. A later run goes on only if it has the same."""
+    settings: dict[str, Any] = {"tokenizer": request.tokenizer}
+    path = Path(request.tokenizer)
+    if request.tokenizer == BPE:
+        settings["vocab_size"] = request.vocab_size
+    elif request.tokenizer != BYTES and exists(path):
+        file = path / "tokenizer.json" if path.is_dir() else path
+        settings["tokenizer"] = path.resolve().name
+        settings["tokenizer_sha256"] = sha256_of(file) if file.exists() else None
+    return settings | {
+        "end_of_text": request.end_of_text,
+        "text_field": request.text_field,
+        "validation": request.validation,
+        "seed": request.seed,
+        "shard_tokens": request.shard_tokens,
+        "sources": [source.identity() for source in sources],
+    }
+
+
+def found_journal(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """How far `out` is: a journal to go on with, or None if it is finished."""
+    if (out / INDEX).exists():
+        check_same(out, read_index(out)["settings"], settings)
+        (out / UNFINISHED).unlink(missing_ok=True)
+        return None
+    if (out / UNFINISHED).exists():
+        journal = read_journal(out)
+        check_same(out, journal["settings"], settings)
+        return journal
+    if any(not is_ours(path) for path in out.iterdir()):
+        raise DataError(f"--out {out} is in use; name a new folder")
+    journal = {
+        "settings": settings,
+        "position": None,
+        "split": "train",
+        "splits": {},
+        "threshold": None,
+    }
+    write_json(out / UNFINISHED, journal)
+    return journal
+
+
+def read_journal(out: Path) -> dict[str, Any]:
+    journal: dict[str, Any] = json.loads((out / UNFINISHED).read_text(encoding="utf-8"))
+    return journal
+
+
+def abandon(out: Path) -> None:
+    """After an error before anything was kept: free the name for a better attempt."""
+    if read_journal(out)["splits"]:
+        return
+    shutil.rmtree(out / TOKENIZER, ignore_errors=True)
+    for path in (*out.glob("*.bin"), out / UNFINISHED):
+        path.unlink(missing_ok=True)
+    with suppress(OSError):
+        out.rmdir()
+
+
+def is_ours(path: Path) -> bool:
+    """What a kill may leave behind before there is a journal."""
+    return path.name == f".{UNFINISHED}.tmp"
+
+
+def check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) == now.get(name):
+            continue
+        if name == "sources":
+            raise DataError(f"--out {out} holds another corpus; name a new folder or remove it")
+        raise DataError(
+            f"--out {out} was made with --{name} {before.get(name)}, not {now.get(name)}; "
+            "name a new folder or remove it"
+        )
+
+
+def check_apart(corpus: str, out: Path) -> None:
+    folder = Path(corpus)
+    if exists(folder) and folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
+        raise DataError(f"--out {out} lies in the corpus {corpus}; name a folder outside it")
+
+
+@contextmanager
+def claimed(out: Path) -> Iterator[None]:
+    """The folder, made if need be, and kept from other processes for as long as this one runs."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        handle = os.open(out, os.O_RDONLY)
+    except OSError as error:
+        raise DataError(f"--out {out} cannot be made: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"--out {out} is being filled by another process") from None
+        yield
+    finally:
+        os.close(handle)
+
+
+def vocabulary(folder: Path) -> tuple[int, int]:
+    """Size (the largest id and one) and end-of-text id of a saved tokenizer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return max(tokenizer.get_vocab().values()) + 1, int(tokenizer.eos_token_id)
