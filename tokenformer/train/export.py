@@ -1,0 +1,43 @@
+"""The model of a run as a Hugging Face folder, which `AutoModelForCausalLM` loads."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tokenformer.train import folder as folders
+from tokenformer.train.ranks import CheckpointError, Ranks
+from tokenformer.train.tensors import model_tensors, not_finite, unwrap
+
+
+def export(model: nn.Module, tokenizer: Any, folder: Path) -> Path:
+    """Write the model, and its tokenizer unless that is None, to `folder`, whole or not at all.
+
+    An older export gives way in one instant. Collective: rank 0 gathers the shards of the others, a
+    tensor at a time, and writes.
+    """
+    path, ranks = Path(folder), Ranks()
+    task = f"export {path} cannot be written"
+    tensors = model_tensors(model)
+    with ranks.together(task):
+        if name := not_finite(tensors):
+            raise CheckpointError(f"{name} holds a NaN or an infinity")
+    whole: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if ranks.first:
+            whole[name.removeprefix("model.")] = full.cpu()
+    with ranks.together(task):
+        if ranks.first:
+            unfinished = folders.start(path, kin=path.name)
+            try:
+                inner: Any = unwrap(model)
+                inner.save_pretrained(unfinished, state_dict=whole)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(unfinished)
+                folders.finish(unfinished, path)
+            except BaseException:
+                folders.discard(unfinished)
+                raise
+    return path

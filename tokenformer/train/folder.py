@@ -1,0 +1,82 @@
+"""A folder on disk that is there whole or not at all, whenever the process or the machine dies.
+
+It is filled under a hidden name beside its own (`start`), and takes its place once every byte of it
+is on the disk (`finish`).
+"""
+
+import ctypes
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+UNFINISHED = "unfinished"
+
+
+def start(path: Path, kin: str) -> Path:
+    """A new empty folder that is to become `path`.
+
+    What killed processes left unfinished beside it, of names that match `kin`, is deleted first: a
+    full disk has room again.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in path.parent.glob(f".{kin}.{UNFINISHED}-*"):
+        shutil.rmtree(leftover)
+    unfinished = hidden(path)
+    unfinished.mkdir()
+    return unfinished
+
+
+def finish(unfinished: Path, path: Path) -> None:
+    """Give a filled folder its name; an older folder of that name vanishes in the same instant."""
+    for file in unfinished.iterdir():
+        sync(file)
+    sync(unfinished)
+    try:
+        unfinished.rename(path)  # also over an empty folder
+    except OSError:
+        if not path.is_dir():
+            raise
+        exchange(unfinished, path)
+        sync(path.parent)
+        discard(unfinished)  # it holds the older one now
+    sync(path.parent)
+
+
+def discard(unfinished: Path) -> None:
+    """Delete a folder that will not be finished; what cannot be, the next `start` deletes."""
+    shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Delete a folder that is never seen half deleted."""
+    if path.exists():
+        doomed = hidden(path)
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def hidden(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{UNFINISHED}-{secrets.token_hex(4)}")
+
+
+def sync(path: Path) -> None:
+    """Have the system put a file, or the names in a folder, on the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Swap two folders: at once where the system can (Linux), else by way of a third name."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    at_working_folder, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    names = os.fsencode(one), os.fsencode(other)
+    if renameat2 and not renameat2(at_working_folder, names[0], at_working_folder, names[1], swap):
+        return
+    between = hidden(other)
+    other.rename(between)
+    one.rename(other)
+    between.rename(one)
