@@ -30,7 +30,7 @@ from tokenformer.data.documents import (
 )
 from tokenformer.data.encoding import ByteEncoder, Chunk, Encoder, TokenizerEncoder, encoded
 from tokenformer.data.errors import DataError
-from tokenformer.data.shards import SplitWriter, sync_folder, write_json
+from tokenformer.data.shards import SplitWriter, sync_path, write_json
 from tokenformer.data.sources import SPLITS, Source, exists, find_sources, is_binary
 from tokenformer.data.token_ids import dtype_for
 from tokenformer.data.tokenizer import (
@@ -167,38 +167,42 @@ class Preparation:
         while True:
             if self.journal["threshold"] is not None:
                 self.division.threshold = self.journal["threshold"]
-            encoder, tokenizer = self.make_encoder()
+            encoder = self.make_encoder()
             self.writers = {
                 split: self.writer(split, encoder, state)
                 for split, state in self.journal["splits"].items()
             }
             self.write_all(encoder, workers, on_standing)
             if not self.one_side_is_empty():
-                return self.finish(tokenizer)
+                return self.finish()
             self.start_anew()
 
-    def make_encoder(self) -> tuple[Encoder, dict[str, Any]]:
-        """The encoder, and what the index says of its tokenizer; made and saved at first."""
-        folder = self.out / TOKENIZER
+    def make_encoder(self) -> Encoder:
+        if "tokenizer" not in self.journal:
+            self.journal["tokenizer"] = self.make_tokenizer(self.out / TOKENIZER)
+            write_json(self.out / UNFINISHED, self.journal)
+        known = self.journal["tokenizer"]
+        dtype = dtype_for(known["vocab_size"])
+        if self.request.tokenizer == BYTES:
+            return ByteEncoder(dtype)
+        return TokenizerEncoder(
+            self.out / TOKENIZER / "tokenizer.json", known["end_of_text"], dtype
+        )
+
+    def make_tokenizer(self, folder: Path) -> dict[str, Any]:
+        """Save the tokenizer; what the index says of it."""
         request = self.request
-        if not folder.exists():
-            if request.tokenizer == BPE and request.vocab_size is not None:
-                self.on_note(f"training a BPE of {request.vocab_size} tokens")
-                tokenizer = train_bpe(self.training_texts(), request.vocab_size)
-            else:
-                tokenizer = load_tokenizer(request.tokenizer, request.end_of_text)
-            save_tokenizer(tokenizer, folder)
-        file = folder / "tokenizer.json"
-        vocab_size, end_of_text = vocabulary(folder)
-        dtype = dtype_for(vocab_size)
-        encoder: Encoder = TokenizerEncoder(file, end_of_text, dtype)
-        if request.tokenizer == BYTES:
-            encoder = ByteEncoder(dtype)
-        return encoder, {
+        if request.tokenizer == BPE and request.vocab_size is not None:
+            self.on_note(f"training a BPE of {request.vocab_size} tokens")
+            tokenizer = train_bpe(self.training_texts(), request.vocab_size)
+        else:
+            tokenizer = load_tokenizer(request.tokenizer, request.end_of_text)
+        save_tokenizer(tokenizer, folder)
+        return {
             "name": self.settings["tokenizer"],
-            "sha256": sha256_of(file),
-            "vocab_size": vocab_size,
-            "end_of_text": end_of_text,
+            "sha256": sha256_of(folder / "tokenizer.json"),
+            "vocab_size": max(tokenizer.get_vocab().values()) + 1,
+            "end_of_text": tokenizer.eos_token_id,
         }
 
     def training_texts(self) -> Iterator[str]:
@@ -295,19 +299,19 @@ class Preparation:
             "splits": {},
             "threshold": min(hashes) + 1 if len(hashes) > 1 else 0,
         }
-        write_json(self.out / UNFINISHED, self.journal)
         if self.request.tokenizer == BPE:  # it has learnt from what is now held out
-            shutil.rmtree(self.out / TOKENIZER)
+            del self.journal["tokenizer"]
+        write_json(self.out / UNFINISHED, self.journal)
 
-    def finish(self, tokenizer: dict[str, Any]) -> dict[str, Any]:
+    def finish(self) -> dict[str, Any]:
         if not self.writers:
             raise DataError(f"{self.request.corpus} holds no text")
         dtype = next(iter(self.writers.values())).dtype
         splits = {s: self.writers[s].entry() for s in SPLITS if s in self.writers}
         index = {
             "format": FORMAT,
-            "tokenizer": tokenizer,
-            "vocab_size": tokenizer["vocab_size"],
+            "tokenizer": self.journal["tokenizer"],
+            "vocab_size": self.journal["tokenizer"]["vocab_size"],
             "dtype": dtype.name,
             "splits": splits,
             "settings": self.settings,
@@ -316,7 +320,7 @@ class Preparation:
         for path in self.out.glob("*.bin"):
             if path.name not in listed:  # of a first division that held out nothing
                 path.unlink()
-        sync_folder(self.out)
+        sync_path(self.out)
         write_json(self.out / INDEX, index)
         (self.out / UNFINISHED).unlink(missing_ok=True)
         return index
@@ -420,11 +424,3 @@ def claimed(out: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def vocabulary(folder: Path) -> tuple[int, int]:
-    """Size (the largest id and one) and end-of-text id of a saved tokenizer."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    return max(tokenizer.get_vocab().values()) + 1, int(tokenizer.eos_token_id)

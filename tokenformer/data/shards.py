@@ -126,11 +126,12 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
-    sync_folder(path.parent)
+    sync_path(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

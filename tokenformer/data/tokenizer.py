@@ -11,6 +11,7 @@ from typing import Any
 
 from tokenformer.data.byte_tokenizer import END_OF_TEXT_SYMBOL, byte_tokenizer
 from tokenformer.data.errors import DataError
+from tokenformer.data.shards import sync_path
 from tokenformer.data.sources import exists, one_line
 
 BYTES = "bytes"
@@ -114,8 +115,8 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> Any:
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Beside its name, then renamed: there whole or not at all."""
-    unfinished = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    tokenizer.save_pretrained(unfinished)
-    unfinished.rename(folder)
+    """In the place of one that an interrupted run may have left."""
+    shutil.rmtree(folder, ignore_errors=True)
+    tokenizer.save_pretrained(folder)
+    for path in folder.iterdir():
+        sync_path(path)
