@@ -42,7 +42,7 @@ def test_help_lists_every_verb_with_a_line():
     [
         ([], "verb"),
         (["bogus"], "bogus"),
-        (["demo", "--stps", "3"], "--stps"),
+        (["demo", "--stps", "3"], "stps is not an option; did you mean steps?"),
         (["demo", "--steps", "many"], "steps"),
         (["demo", "--steps", "0"], "--steps 0"),
         (["demo", "--seed", "-1"], "--seed -1"),

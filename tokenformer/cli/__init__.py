@@ -4,40 +4,56 @@ A verb's module imports neither torch nor transformers at its top, so that every
 once; the function imports what it needs. Bad input ends with exit code 2 and one line on stderr.
 """
 
+import difflib
 import importlib
 import re
 import sys
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any, NoReturn, get_origin, get_type_hints
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn, get_origin, get_type_hints
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, set_parsing_settings
 
 from tokenformer import __version__
 from tokenformer.cli.errors import InputError
+
+RECIPE = "recipe"
+"""The parameter of a verb whose options can come from a YAML file."""
 
 VERBS = {
     "demo": "tokenformer.cli.demo:demo",
     "inspect": "tokenformer.cli.inspect:inspect",
     "prepare": "tokenformer.cli.prepare:prepare",
+    "train": "tokenformer.cli.train:train",
 }
 
 
 class OneLineParser(ArgumentParser):
     """jsonargparse's parser with its errors on one line."""
 
+    known: ClassVar[list[str]] = []
+    """Every option of every verb, to find the one that was meant."""
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         line = " ".join(str(message).split()).rstrip(".")
         if wrong := re.match(r'Parser key "([^"]+)": (.*)(?:Got|Given) value: (.*)', line):
             name, reason, value = wrong.groups()
             types = re.findall(r"Expected a <class '(?!NoneType)(\w+)'>", reason)
-            line = f"--{name} {value} is not valid; expected {' or '.join(types)}"
+            line = f"--{name} {value} is not valid; expected {' or '.join(types) or reason}"
+        elif unknown := re.search(
+            r"not accept option '([^']+)'|unrecognized arguments: --(\S+)", line
+        ):
+            name = unknown[1] or unknown[2]
+            near = difflib.get_close_matches(name, self.known, n=1)
+            line = f"{name} is not an option" + (f"; did you mean {near[0]}?" if near else "")
         program = self.prog.replace(" [options]", "")
         sys.stderr.write(f"{program}: {line}; see {program} --help\n")
         raise SystemExit(2)
 
 
 def build_parser() -> OneLineParser:
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = OneLineParser(
         prog="tokenformer",
         description="Train, grow, adapt and study models whose parameters are tokens.",
@@ -48,7 +64,12 @@ def build_parser() -> OneLineParser:
         function = load(target)
         summary = (function.__doc__ or "").partition("\n\n")[0]
         verb = OneLineParser(description=summary)
-        verb.add_function_arguments(function, as_group=False, as_positional=True)
+        skip = set()
+        if RECIPE in get_type_hints(function):
+            verb.add_argument(f"--{RECIPE}", action="config", help="the recipe, a YAML file")
+            skip = {RECIPE}
+        verb.add_function_arguments(function, as_group=False, as_positional=True, skip=skip)
+        OneLineParser.known += [action.dest for action in verb._actions]
         verbs.add_subcommand(name, verb, help=summary)
     return parser
 
@@ -64,13 +85,17 @@ def is_value(word: str) -> bool:
 
 
 def spell_out(arguments: Sequence[str]) -> list[str]:
-    """Bare flags and lists in jsonargparse's own spelling: `--json` becomes `--json=true`, whatever
-    stands after it, and `--lengths 1024 2048` becomes `--lengths=[1024,2048]`."""
+    """Flags, lists and recipes in jsonargparse's own spelling: `--json` becomes `--json=true`,
+    whatever stands after it, `--lengths 1024 2048` becomes `--lengths=[1024,2048]`, and
+    `train FILE` becomes `train --recipe=FILE`."""
     hints: dict[str, Any] = {}
+    arguments = list(arguments)
     if arguments and arguments[0] in VERBS:
         hints = {f"--{n}": h for n, h in get_type_hints(load(VERBS[arguments[0]])).items()}
+        if hints.pop(f"--{RECIPE}", None) and len(arguments) > 1 and is_value(arguments[1]):
+            arguments[1] = f"--{RECIPE}={arguments[1]}"
     spelled: list[str] = []
-    waiting = list(arguments)
+    waiting = arguments
     while waiting:
         word = waiting.pop(0)
         name, given, value = word.partition("=")
@@ -92,7 +117,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser = build_parser()
         chosen = parser.parse_args(spell_out(sys.argv[1:] if arguments is None else arguments))
         command = f"tokenformer {chosen['verb']}"
-        options = parser.instantiate(chosen)[chosen["verb"]].as_dict()
+        try:
+            options = vars(parser.instantiate(chosen)[chosen["verb"]])
+        except ValueError as error:  # from an option dataclass
+            raise InputError(str(error)) from None
+        if RECIPE in options:
+            if not options[RECIPE]:
+                raise InputError("the recipe is missing: tokenformer train RECIPE.yaml")
+            options[RECIPE] = [Path(str(file)) for file in options[RECIPE]]
         load(VERBS[chosen["verb"]])(**options)
     except InputError as error:
         sys.stderr.write(f"{command}: {error}\n")

@@ -12,11 +12,11 @@ from tokenformer.cli.folder import new_folder
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tokenformer.data.token_ids import TokenIds
     from tokenformer.train.metrics import Row
-    from tokenformer.train.options import TrainOptions
+    from tokenformer.train.task import LanguageTask
 
 PROMPT = "import os\nimport sys\n\n\ndef main"
+LENGTH = 256
 LARGEST_SEED = 2**63 - 1
 
 
@@ -44,15 +44,15 @@ def tour(folder: Path | None, steps: int, seed: int) -> None:
     from rich.console import Console
 
     from tokenformer.data.standard_library import standard_library
-    from tokenformer.train.options import TrainOptions
+    from tokenformer.train.task import LanguageTask
 
     console = Console(highlight=False)
     torch.manual_seed(seed)
     tokens, held_out = standard_library()
     model = small_model()
     introduce(console, model, len(tokens))
-    options = TrainOptions(steps=steps, warmup_steps=min(50, steps), seed=seed)
-    rows = learn(console, model, tokens, held_out, options, folder)
+    task = LanguageTask(model, tokens, held_out, length=LENGTH, seed=seed)
+    rows = learn(console, task, steps, folder)
     if folder is not None:
         keep(model, rows, folder)
     console.print(
@@ -60,7 +60,7 @@ def tour(folder: Path | None, steps: int, seed: int) -> None:
         f"never seen it needs {rows[-1]['val_bpb']:.2f} bits per byte; untrained it needed 8. "
         "Given two imports and the head of a function, it goes on:\n"
     )
-    sample = printable(speak(model, options.length, seed), console.encoding)
+    sample = printable(speak(model, LENGTH, seed), console.encoding)
     console.print(sample, style="cyan", markup=False, soft_wrap=True)
 
 
@@ -98,19 +98,19 @@ def introduce(console: "Console", model: Any, corpus_size: int) -> None:
     )
 
 
-def learn(
-    console: "Console",
-    model: Any,
-    tokens: "TokenIds",
-    held_out: "TokenIds",
-    options: "TrainOptions",
-    folder: Path | None,
-) -> "list[Row]":
-    from tokenformer.train.loop import train
+def learn(console: "Console", task: "LanguageTask", steps: int, folder: Path | None) -> "list[Row]":
+    from tokenformer.train.loop import Loop, train
+    from tokenformer.train.options import OptimizerOptions, RunOptions, ScheduleOptions
     from tokenformer.train.progress import progress
 
+    loop = Loop(
+        task,
+        OptimizerOptions(learning_rate=1.5e-3),
+        ScheduleOptions(warmup_steps=min(50, steps)),
+        RunOptions(steps=steps, batch_size=2, validate_every=200, validation_sequences=32),
+    )
     with ExitStack() as stack:
-        show = stack.enter_context(progress(console, options.steps))
+        show = stack.enter_context(progress(console, steps))
         metrics = stack.enter_context((folder / "metrics.jsonl").open("w")) if folder else None
 
         def on_step(row: "Row") -> None:
@@ -118,7 +118,7 @@ def learn(
             if metrics:
                 metrics.write(json.dumps(row) + "\n")
 
-        return train(model, tokens, held_out, options, on_step)
+        return train(loop, on_step)
 
 
 def keep(model: Any, rows: "list[Row]", folder: Path) -> None:

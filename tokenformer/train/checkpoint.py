@@ -137,12 +137,12 @@ def write(folder: Path, contents: Contents, ranks: Ranks) -> Path:
         assert unfinished is not None  # rank 0 started it
         with ranks.together(task):
             write_tensors(unfinished, contents.tensors, ranks)
-            entries = manifest.entries(unfinished, [file_name(ranks.index)])
+            entries = manifest.entries(unfinished, file_name(ranks.index))
         everyones = ranks.gather(entries)
         with ranks.together(task):
             if ranks.first:
                 (unfinished / STATE).write_text(contents.document)
-                listed = manifest.entries(unfinished, [STATE])
+                listed = manifest.entries(unfinished, STATE)
                 for entries in everyones:
                     listed |= entries
                 manifest.write(unfinished, listed)

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.utils import logging
 
 from tokenformer.train import folder as folders
 from tokenformer.train.ranks import CheckpointError, Ranks
@@ -32,12 +33,21 @@ def export(model: nn.Module, tokenizer: Any, folder: Path) -> Path:
         if ranks.first:
             unfinished = folders.start(path, kin=path.name)
             try:
-                inner: Any = unwrap(model)
-                inner.save_pretrained(unfinished, state_dict=whole)
-                if tokenizer is not None:
-                    tokenizer.save_pretrained(unfinished)
+                write(unwrap(model), whole, tokenizer, unfinished)
                 folders.finish(unfinished, path)
             except BaseException:
                 folders.discard(unfinished)
                 raise
     return path
+
+
+def write(model: Any, tensors: dict[str, Tensor], tokenizer: Any, folder: Path) -> None:
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # a bar per export would tear the display of the run
+    try:
+        model.save_pretrained(folder, state_dict=tensors)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)

@@ -1,102 +1,172 @@
-"""The training loop: batches in, a trained model and a row of metrics per step out."""
+"""The training loop: a task and options in, a trained model and a row of metrics per step out.
+
+Each step takes the next `batch_size` samples by their number. A rank takes its slice of them, in
+micro-batches; losses are summed over all and divided once, so they do not depend on how many ranks
+or micro-batches there were. What must outlive the process is in `Progress` and the tensors of model
+and optimizer; `run` saves and restores them between steps.
+"""
 
 import math
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from tokenformer.data.batches import fixed_batches, sample_batch
-from tokenformer.data.token_ids import TokenSequence
-from tokenformer.models.accounting import training_flops
+from tokenformer.train.distribution import device, distribute, hold_gradients, total
 from tokenformer.train.metrics import Row
-from tokenformer.train.options import TrainOptions
+from tokenformer.train.optimizer import make_optimizer, set_rate
+from tokenformer.train.options import OptimizerOptions, RunOptions, ScheduleOptions
+from tokenformer.train.ranks import Ranks
+from tokenformer.train.schedule import rate_factor
+from tokenformer.train.spikes import SpikeWatch
+from tokenformer.train.task import Task
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def train(
-    model: Any,
-    tokens: TokenSequence,
-    validation: TokenSequence,
-    options: TrainOptions,
-    on_step: Callable[[Row], None],
-) -> list[Row]:
-    """Train a causal language model in place. `on_step` sees every row as it is made."""
-    optimizer = make_optimizer(model, options)
-    held_out = fixed_batches(
-        validation,
-        batch_size=options.batch_size,
-        length=options.length,
-        count=options.validation_batches,
-    )
-    flops = options.batch_size * sum(training_flops(model.config, options.length).values())
-    rows: list[Row] = []
-    start = time.perf_counter()
-    model.train()
-    for step in range(1, options.steps + 1):
-        batch = sample_batch(
-            tokens,
-            length=options.length,
-            seed=options.seed,
-            first_sample=(step - 1) * options.batch_size,
-            count=options.batch_size,
-        )
-        rate = learning_rate(step, options)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        loss = next_token_loss(model, batch)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), options.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        row: Row = {
-            "step": step,
-            "tokens": step * options.batch_size * options.length,
-            "flops": step * flops,
-            "loss": loss.item(),
-            "lr": rate,
-        }
-        if not math.isfinite(row["loss"]):
-            raise FloatingPointError(f"the loss is {row['loss']} at step {step}")
-        if step % options.validate_every == 0 or step == options.steps:
-            row["val_loss"] = validate(model, held_out)
-            row["val_bpb"] = row["val_loss"] / math.log(2)  # a token is a byte
-        row["seconds"] = time.perf_counter() - start
+@dataclass
+class Progress:
+    """How far a run is. Samples are counted apart from steps, since a skipped or rolled-back step
+    uses samples up."""
+
+    step: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+
+
+class Loop:
+    def __init__(
+        self,
+        task: Task,
+        optimizer: OptimizerOptions,
+        schedule: ScheduleOptions,
+        run: RunOptions,
+    ) -> None:
+        self.task, self.run, self.schedule = task, run, schedule
+        self.peak_rate, self.clip_norm = optimizer.learning_rate, optimizer.clip_norm
+        self.ranks = Ranks()
+        if run.batch_size % self.ranks.count:
+            raise ValueError(
+                f"batch_size={run.batch_size} must be a multiple of the {self.ranks.count} "
+                "processes that share it"
+            )
+        self.device = device()
+        task.model.to(self.device)
+        if run.activation_checkpointing:
+            task.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.module = distribute(task.module, run.parallel)
+        self.optimizer = make_optimizer(task.model, optimizer)
+        self.call = torch.compile(self.module) if run.compile else self.module
+        # fp16 gradients underflow; they are computed of a loss made larger, and divided again.
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=run.precision == "fp16")
+        self.watch = SpikeWatch(run.spike_factor)
+        self.progress = Progress()
+        share = run.batch_size // self.ranks.count
+        self.micro_batch_size = min(run.micro_batch_size or share, share)
+        self.held_out = task.validation(self.micro_batch_size, run.validation_sequences)
+
+    def steps(self) -> Iterator[Row]:
+        """Train from where `progress` stands to the last step, yielding a row after each.
+
+        A row with a `problem` was not stepped: the weights are as before, the samples used up.
+        """
+        self.task.model.train()
+        while self.progress.step < self.run.steps:
+            yield self.step()
+
+    def step(self) -> Row:
+        start = time.perf_counter()
+        step = self.progress.step + 1
+        rate = self.peak_rate * rate_factor(step, self.run.steps, self.schedule)
+        set_rate(self.optimizer, rate)
+        loss, norm = self.gradients()
+        self.progress.samples += self.run.batch_size
+        row: Row = {"step": step, "loss": loss, "lr": rate, "gradient_norm": norm}
+        problem = self.watch.problem(loss, norm)
+        if problem is None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.progress.step = step
+        else:
+            row["problem"] = problem
+        self.optimizer.zero_grad()
+        samples = self.progress.samples
+        row["tokens"] = samples * self.task.tokens_per_sample
+        row["flops"] = samples * self.task.flops_per_sample
+        if problem is None and (step % self.run.validate_every == 0 or step == self.run.steps):
+            row["val_loss"] = self.validate()
+            row |= self.task.describe(row["val_loss"])
+        self.progress.seconds += time.perf_counter() - start
+        row["seconds"] = self.progress.seconds
+        return row
+
+    def gradients(self) -> tuple[float, float]:
+        """Clipped gradients of the next global batch; returns its loss and their norm before."""
+        while True:
+            loss = self.accumulate(self.progress.samples)
+            self.scaler.unscale_(self.optimizer)
+            norm = self.clip()
+            # In fp16 a norm that is not finite means that the loss was made too large: less, then.
+            too_large = self.scaler.is_enabled() and self.scaler.get_scale() > 1
+            if math.isfinite(norm) or not (too_large and math.isfinite(loss)):
+                return loss, norm
+            self.scaler.step(self.optimizer)  # which it skips
+            self.scaler.update()
+            self.optimizer.zero_grad()
+
+    def accumulate(self, first_sample: int) -> float:
+        """Gradients of the mean loss of the global batch; returns that loss."""
+        share = self.run.batch_size // self.ranks.count
+        begin = first_sample + self.ranks.index * share
+        tokens = self.run.batch_size * self.task.tokens_per_sample
+        summed = 0.0
+        for offset in range(0, share, self.micro_batch_size):
+            count = min(self.micro_batch_size, share - offset)
+            batch = self.task.batch(begin + offset, count).to(self.device)
+            with hold_gradients(self.module, hold=offset + count < share):
+                with self.autocast():
+                    loss: Tensor = self.call(batch)
+                # DDP and FSDP average over the ranks; the mean over the batch needs their sum.
+                self.scaler.scale(loss * (self.ranks.count / tokens)).backward()
+            summed += loss.item()
+        return total(summed) / tokens
+
+    def clip(self) -> float:
+        limit = self.clip_norm if self.clip_norm is not None else float("inf")
+        norm = nn.utils.clip_grad_norm_(self.task.model.parameters(), limit)
+        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Mean loss over the held-out samples, shared among the ranks."""
+        self.task.model.eval()
+        summed, samples = 0.0, sum(len(batch) for batch in self.held_out)
+        for place, batch in enumerate(self.held_out):
+            # Every rank calls the model equally often: sharded models wait for each other.
+            mine = place % self.ranks.count == self.ranks.index
+            if mine or self.run.parallel == "fsdp":
+                with self.autocast():
+                    loss = self.module(batch.to(self.device)).item()
+                summed += loss if mine else 0.0
+        self.task.model.train()
+        return total(summed) / (samples * self.task.tokens_per_sample)
+
+    def autocast(self) -> AbstractContextManager[None]:
+        dtype = PRECISIONS.get(self.run.precision)
+        return torch.autocast(self.device.type, dtype=dtype) if dtype else nullcontext()
+
+
+def train(loop: Loop, on_step: Callable[[Row], None]) -> list[Row]:
+    """Run a loop to its end, with nothing kept on disk; a problem stops it."""
+    rows = []
+    for row in loop.steps():
+        if "problem" in row:
+            raise FloatingPointError(f"step {row['step']}: {row['problem']}")
         rows.append(row)
         on_step(row)
-    model.eval()
+    loop.task.model.eval()
     return rows
-
-
-def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
-    """AdamW; weight decay on matrices alone."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": options.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, fused=True)
-
-
-def learning_rate(step: int, options: TrainOptions) -> float:
-    """Linear warm-up to the peak, then a cosine down to `final_rate` of it at the last step."""
-    if step <= options.warmup_steps:
-        return options.learning_rate * step / options.warmup_steps
-    done = (step - options.warmup_steps) / max(1, options.steps - options.warmup_steps)
-    floor = options.final_rate
-    return options.learning_rate * (floor + (1 - floor) * (1 + math.cos(math.pi * done)) / 2)
-
-
-def next_token_loss(model: Any, batch: Tensor) -> Tensor:
-    """Mean cross-entropy of batch[:, 1:] given what stands before."""
-    logits = model(batch[:, :-1], use_cache=False).logits  # [B, T, vocab_size]
-    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
-
-
-@torch.no_grad()
-def validate(model: Any, batches: list[Tensor]) -> float:
-    model.eval()
-    losses = [next_token_loss(model, batch).item() for batch in batches]
-    model.train()
-    return sum(losses) / len(losses)

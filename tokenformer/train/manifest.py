@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tokenformer.train.folder import sync
 from tokenformer.train.ranks import CheckpointError, Ranks
 from tokenformer.train.storage import SUFFIX
 
@@ -13,10 +15,16 @@ Entries = dict[str, dict[str, Any]]
 """name -> {"size": bytes, "sha256": hexadecimal}"""
 
 
-def entries(folder: Path, names: list[str]) -> Entries:
-    """Of those of the files that are there."""
-    files = [folder / name for name in names if (folder / name).exists()]
-    return {file.name: {"size": file.stat().st_size, "sha256": sha256(file)} for file in files}
+def entries(folder: Path, name: str) -> Entries:
+    """Size and hash of a file that this process wrote, once it is on the disk; of none, nothing."""
+    file = folder / name
+    if not file.exists():
+        return {}
+    with ThreadPoolExecutor(1) as aside:  # the disk and the processor at once
+        syncing = aside.submit(sync, file)
+        digest = sha256(file)
+        syncing.result()
+    return {name: {"size": file.stat().st_size, "sha256": digest}}
 
 
 def write(folder: Path, files: Entries) -> None:

@@ -1,4 +1,7 @@
 """A row of metrics: what a run reports of each step, and writes to `metrics.jsonl`."""
 
-Row = dict[str, float]
-"""step, tokens, flops, seconds, loss, lr; val_loss and val_bpb where validated."""
+from typing import Any
+
+Row = dict[str, Any]
+"""step, tokens, flops, seconds, loss, lr, gradient_norm; val_loss, and what the task says of it,
+where validated; `problem` where the step went wrong."""

@@ -1,36 +1,130 @@
-"""What a training run can be told. Plain data: no torch here."""
+"""What a training run can be told: the sections of a recipe. Plain data: no torch here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 
-@dataclass(frozen=True)
-class TrainOptions:
-    steps: int = 2000
-    """Optimizer steps."""
-    batch_size: int = 2
-    """Sequences per step."""
+@dataclass
+class ModelOptions:
+    """Which model is trained."""
+
+    family: Literal["tokenformer", "transformer"] = "tokenformer"
+    preset: str | None = None
+    """A published size; `options` change it."""
+    start_from: str | None = None
+    """A model folder to go on from, instead of fresh weights."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of TokenformerConfig or TransformerConfig. The vocabulary is the corpus's."""
+
+
+@dataclass
+class DataOptions:
+    """What it is trained on."""
+
+    corpus: str | None = None
+    """A folder made by `tokenformer prepare`."""
     length: int = 256
     """Tokens per sequence."""
-    learning_rate: float = 1.5e-3
-    """Peak rate, reached after the warm-up and brought down by a cosine."""
-    warmup_steps: int = 50
-    final_rate: float = 0.1
-    """Where the cosine ends, as a fraction of the peak."""
-    weight_decay: float = 0.1
-    """On matrices (tokens and embeddings); never on norms."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip_norm: float = 1.0
-    validate_every: int = 200
-    validation_batches: int = 16
-    seed: int = 0
+    order: Literal["random", "epochs"] = "random"
+    """Random segments, or every segment once per epoch, shuffled anew each time."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "length", "validate_every", "validation_batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        require(self, 1, "length")
+
+
+@dataclass
+class OptimizerOptions:
+    """AdamW. Weight decay falls on matrices (tokens and embeddings), never on norms."""
+
+    learning_rate: float = 6e-4
+    """The peak rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0
+    """Largest norm of the gradient; null for no clipping."""
+    rates: dict[str, float] = field(default_factory=dict)
+    """Factor on the rate of the parameters whose name matches a pattern: {"*.key_tokens": 0.5}.
+    0 freezes them, decay included. The last pattern that matches counts."""
+
+    def __post_init__(self) -> None:
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate={self.learning_rate} must be above 0")
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps={self.warmup_steps} must be at least 0")
-        if not 0 <= self.final_rate <= 1:
-            raise ValueError(f"final_rate={self.final_rate} must be between 0 and 1")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm={self.clip_norm} must be above 0, or null")
+        if any(rate < 0 for rate in self.rates.values()):
+            raise ValueError(f"rates={self.rates} must not be negative; 0 freezes")
+
+
+@dataclass
+class ScheduleOptions:
+    """How the rate moves: a linear warm-up, then `kind`."""
+
+    kind: Literal["cosine", "constant", "wsd"] = "cosine"
+    """A cosine to the floor; constant; or warm-up, stable, decay: constant, then linearly to the
+    floor over the last `decay` of the run."""
+    warmup_steps: int = 100
+    floor: float = 0.1
+    """Where the decay ends, as a fraction of the peak."""
+    decay: float = 0.2
+    """Share of the run that `wsd` decays over."""
+
+    def __post_init__(self) -> None:
+        require(self, 0, "warmup_steps")
+        for name in ("floor", "decay"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be between 0 and 1")
+
+
+@dataclass
+class RunOptions:
+    """How long, how large, how precise, and what is reported and kept."""
+
+    steps: int = 1000
+    batch_size: int = 32
+    """Sequences per step, over all processes and accumulation: the global batch."""
+    micro_batch_size: int | None = None
+    """Sequences a process holds at once; the rest is accumulated. By default all of its share."""
+    seed: int = 0
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    compile: bool = False
+    activation_checkpointing: bool = False
+    parallel: Literal["auto", "ddp", "fsdp"] = "auto"
+    """Under torchrun: replicate (ddp, the default) or shard (fsdp)."""
+    validate_every: int = 100
+    validation_sequences: int = 64
+    checkpoint_every: int = 200
+    keep_last: int = 2
+    """Checkpoints kept, besides the best one."""
+    on_spike: Literal["stop", "skip", "rollback"] = "stop"
+    """At a loss or gradient that is not finite, or a loss far above the recent ones."""
+    spike_factor: float = 3.0
+    """A loss this many times the recent mean is a spike."""
+    log_to: list[str] = field(default_factory=list)
+    """Reporters besides metrics.jsonl: tensorboard, wandb, trackio; each must be installed."""
+
+    def __post_init__(self) -> None:
+        require(self, 1, "steps", "batch_size", "validate_every", "validation_sequences")
+        require(self, 1, "checkpoint_every", "keep_last")
+        require(self, 0, "seed")
+        if self.micro_batch_size is not None:
+            require(self, 1, "micro_batch_size")
+        if not self.spike_factor > 1:
+            raise ValueError(f"spike_factor={self.spike_factor} must be above 1")
+
+
+@dataclass
+class Recipe:
+    """A whole training run, as a recipe file writes it."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    schedule: ScheduleOptions = field(default_factory=ScheduleOptions)
+    run: RunOptions = field(default_factory=RunOptions)
+
+
+def require(options: Any, least: int, *names: str) -> None:
+    for name in names:
+        if getattr(options, name) < least:
+            raise ValueError(f"{name}={getattr(options, name)} must be at least {least}")

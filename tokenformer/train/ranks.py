@@ -53,19 +53,19 @@ class Ranks:
         """A block that fails on every rank if it fails on one, as a CheckpointError that opens with
         `task`. Otherwise the others would wait for the one that failed."""
         error: BaseException | None = None
+        culprit = self.index
         try:
             yield
-        except CheckpointException as caught:  # torch's, which is no Exception
-            error = next((cause for cause, _ in caught.failures.values()), caught)
+        except CheckpointException as caught:  # torch's, which is no Exception, raised on all ranks
+            culprit, (error, _) = next(iter(caught.failures.items()))
         except Exception as caught:
             error = caught
-        problems = self.gather(None if error is None else reason(error))
+        problems = self.gather(None if error is None else (culprit, reason(error)))
         if error is not None and not isinstance(error, Exception):
             raise error  # Ctrl-C, which torch's took for a failure of its own
-        for rank, problem in enumerate(problems):
-            if problem is not None:
-                where = f" (rank {rank})" if self.count > 1 else ""
-                raise CheckpointError(f"{task}: {problem}{where}") from error
+        for rank, problem in filter(None, problems):
+            where = f" (rank {rank})" if self.count > 1 else ""
+            raise CheckpointError(f"{task}: {problem}{where}") from error
 
 
 def reason(error: BaseException) -> str:

@@ -1,0 +1,315 @@
+"""A run as users have it: real processes, killed, stopped and torn, and what is left of them."""
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tokenformer.cli import main
+from tokenformer.train.options import (
+    DataOptions,
+    ModelOptions,
+    OptimizerOptions,
+    Recipe,
+    RunOptions,
+    ScheduleOptions,
+)
+from tokenformer.train.recipe import build_task
+from tokenformer.train.run import Run, read_metrics
+from tokenformer.train.spikes import TrainingError
+
+MODEL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "rotary_fraction": 0.5,
+}
+SECTIONS: dict[str, Any] = {
+    "model": {"options": MODEL},
+    "data": {"length": 32},
+    "optimizer": {"learning_rate": 0.01},
+    "schedule": {"warmup_steps": 3},
+    "run": {
+        "steps": 24,
+        "batch_size": 4,
+        "micro_batch_size": 1,  # two ranks of a batch of four then accumulate twice
+        "checkpoint_every": 5,
+        "validate_every": 8,
+        "validation_sequences": 6,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    words = random.Random(0).choices(["token", "key", "value", "grow", "\n"], k=20_000)
+    for name in "abcdefgh":
+        (folder / f"{name}.txt").write_text(" ".join(words[ord(name) :: 9]))
+    out = tmp_path_factory.mktemp("prepared") / "corpus"
+    main(["prepare", str(folder), "--out", str(out), "--validation", "0.3"])
+    return out
+
+
+@pytest.fixture
+def recipe(corpus: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    sections = {**SECTIONS, "data": {**SECTIONS["data"], "corpus": str(corpus)}}
+    path.write_text(json.dumps(sections))  # JSON is YAML
+    return path
+
+
+def command(recipe: Path, out: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "tokenformer", "train", str(recipe), "--out", str(out), *options]
+
+
+def finish(recipe: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(recipe, out, *options), capture_output=True, text=True)
+
+
+def losses(out: Path) -> list[tuple[int, float, float | None]]:
+    return [(r["step"], r["loss"], r.get("val_loss")) for r in read_metrics(out / "metrics.jsonl")]
+
+
+def test_a_whole_run_leaves_what_is_promised(recipe, tmp_path):
+    out = tmp_path / "run"
+    done = finish(recipe, out)
+    assert done.returncode == 0, done.stderr
+    assert {p.name for p in out.iterdir()} == {
+        "checkpoints",
+        "config.yaml",
+        "loss.png",
+        "metrics.jsonl",
+        "model",
+    }
+    steps = [step for step, _, _ in losses(out)]
+    assert steps == list(range(1, 25))
+    assert len(list((out / "checkpoints").iterdir())) in (2, 3)  # the last two, and the best
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(out / "model")
+    assert model.config.hidden_size == 32
+    assert AutoTokenizer.from_pretrained(out / "model")("a").input_ids == [97]
+
+    # Again: there is nothing left to do, and nothing changes.
+    before = losses(out)
+    assert finish(recipe, out).returncode == 0
+    assert losses(out) == before
+
+
+def test_stopped_by_a_signal_it_goes_on_to_the_same_losses(recipe, tmp_path):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert finish(recipe, whole).returncode == 0
+    running = subprocess.Popen(command(recipe, stopped), stdout=subprocess.PIPE, text=True)
+    wait_for(lambda: len(losses(stopped)) >= 2, running)
+    running.send_signal(signal.SIGTERM)
+    output = running.communicate(timeout=60)[0]
+    assert running.returncode == 128 + signal.SIGTERM
+    assert "To go on: tokenformer train" in output.replace("\n", " ")
+    assert 2 <= len(losses(stopped)) < 24
+    assert finish(recipe, stopped).returncode == 0
+    assert losses(stopped) == losses(whole)
+
+
+def test_killed_at_random_moments_it_ends_with_the_same_losses(recipe, tmp_path):
+    check_kills(recipe, tmp_path, kills=2)
+
+
+@pytest.mark.slow
+def test_killed_ten_times_and_thrice_inside_a_save(recipe, tmp_path):
+    # A save every step, of a model large enough that writing takes a while.
+    options = ("--run.checkpoint_every", "1", "--model.options.hidden_size", "512")
+    check_kills(recipe, tmp_path, kills=10, inside_saves=3, options=options)
+
+
+def check_kills(
+    recipe: Path,
+    tmp_path: Path,
+    kills: int,
+    inside_saves: int = 0,
+    options: tuple[str, ...] = (),
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert finish(recipe, whole, *options).returncode == 0
+    chance = random.Random(1)
+    torn = 0
+    for _ in range(60):
+        running = subprocess.Popen(command(recipe, killed, *options), stdout=subprocess.DEVNULL)
+        seen = len(losses(killed))
+        wait_for(lambda seen=seen: len(losses(killed)) > seen, running)
+        if torn < inside_saves:
+            wait_for(lambda: unfinished(killed), running)
+        else:
+            time.sleep(chance.random() * 0.3)
+        running.kill()
+        running.wait()
+        torn += unfinished(killed)
+        kills -= 1
+        if kills <= 0 and torn >= inside_saves:
+            break
+        if len(losses(killed)) >= 23:  # almost through: start afresh
+            shutil.rmtree(killed)
+    assert kills <= 0
+    assert torn >= inside_saves
+    assert finish(recipe, killed, *options).returncode == 0
+    assert losses(killed) == losses(whole)
+
+
+def unfinished(out: Path) -> bool:
+    return any((out / "checkpoints").glob(".*"))
+
+
+def wait_for(condition: Any, running: subprocess.Popen[Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition() and running.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(recipe, tmp_path):
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    assert finish(recipe, whole).returncode == 0
+    shutil.copytree(whole, torn)
+    newest = max((torn / "checkpoints").iterdir())
+    shard = next(newest.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-7])
+    done = finish(recipe, torn)
+    assert done.returncode == 0, done.stderr
+    assert shard.name in done.stdout.replace("\n", "")
+    assert losses(torn) == losses(whole)
+
+
+def test_another_recipe_in_the_same_folder_is_refused(recipe, tmp_path):
+    out = tmp_path / "run"
+    assert finish(recipe, out, "--max_steps", "2").returncode == 0
+    done = finish(recipe, out, "--data.length", "16")
+    assert done.returncode == 2
+    assert "data.length = 32, not 16" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--run.stepz", "3"], "run.stepz is not an option; did you mean run.steps?"),
+        (["--run.steps", "0"], "steps=0 must be at least 1"),
+        (["--run.precision", "fp8"], "--run.precision fp8"),
+        (["--data.corpus", "nowhere"], "nowhere holds no prepared corpus"),
+        (["--model.options.hidden_size", "33"], "hidden_size=33 must be a multiple"),
+        (["--model.preset", "125m"], "preset '125m' is unknown"),
+        (["--optimizer.rates", '{"*.nothing": 0}'], "no parameter matches '*.nothing'"),
+        (["--max_steps", "0"], "--max_steps 0"),
+    ],
+    ids=" ".join,
+)
+def test_bad_options_are_one_line_and_exit_code_2(recipe, tmp_path, capfd, options, told):
+    with pytest.raises(SystemExit) as end:
+        main(["train", str(recipe), "--out", str(tmp_path / "run"), *options])
+    assert end.value.code == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert told in lines[0]
+
+
+def make_run(corpus: Path, folder: Path, reports: list[str], **run: Any) -> Run:
+    recipe = Recipe(
+        ModelOptions(options=MODEL),
+        DataOptions(corpus=str(corpus), length=32),
+        OptimizerOptions(learning_rate=0.01),
+        ScheduleOptions(warmup_steps=3),
+        RunOptions(**{**SECTIONS["run"], **run}),
+    )
+    task, tokenizer = build_task(recipe)
+    return Run(folder, recipe, task, tokenizer, reports.append)
+
+
+def poison(run: Run, at: int) -> Any:
+    """A callback after which the weights hold a NaN, once."""
+    done = []
+
+    def on_step(row: dict[str, Any]) -> None:
+        if row["step"] == at and not done:
+            done.append(at)
+            with torch.no_grad():
+                run.loop.task.model.model.norm.weight[0] = math.nan
+
+    return on_step
+
+
+def test_a_nan_stops_the_run_and_names_the_step_and_its_samples(corpus, tmp_path):
+    run = make_run(corpus, tmp_path / "run", [])
+    with pytest.raises(TrainingError, match="step 8, samples 28 to 31: the loss is nan"):
+        run.go(poison(run, at=7))
+    steps = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert steps == ["step-00000005"]
+
+
+def test_rollback_goes_back_to_the_last_checkpoint_and_on_with_other_samples(corpus, tmp_path):
+    reports: list[str] = []
+    run = make_run(corpus, tmp_path / "run", reports, on_spike="rollback")
+    run.go(poison(run, at=7))
+    assert reports == ["step 8, samples 28 to 31: the loss is nan; rolled back to step 5"]
+    assert run.loop.progress.step == 24
+    assert run.loop.progress.samples == (24 + 3) * 4  # steps 6 to 8 were made again, with new ones
+    assert all(p.isfinite().all() for p in run.loop.task.model.parameters())
+
+
+def test_skipping_for_ever_is_given_up(corpus, tmp_path):
+    reports: list[str] = []
+    run = make_run(corpus, tmp_path / "run", reports, on_spike="skip")
+    with pytest.raises(TrainingError, match="11 such steps in a row"):
+        run.go(poison(run, at=2))
+    assert len(reports) == 10
+    assert reports[0].endswith("the loss is nan; skipped")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_ranks_give_the_losses_of_one_and_resume_each_other(recipe, tmp_path, parallel):
+    alone = tmp_path / "alone"
+    assert finish(recipe, alone).returncode == 0
+    expected = losses(alone)
+
+    together = tmp_path / "together"
+    done = two_ranks(recipe, together, parallel)
+    assert done.returncode == 0, done.stderr
+    assert close(losses(together), expected)
+
+    # One rank goes on with what two have saved, and the other way round.
+    for first, second in (("two", "one"), ("one", "two")):
+        out = tmp_path / f"{first}-{second}"
+        shutil.copytree(together if first == "two" else alone, out)
+        shutil.rmtree(max((out / "checkpoints").iterdir()))  # back to an earlier one
+        done = finish(recipe, out) if second == "one" else two_ranks(recipe, out, parallel)
+        assert done.returncode == 0, done.stderr
+        assert close(losses(out), expected)
+
+
+def two_ranks(recipe: Path, out: Path, parallel: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    options = ["--standalone", "-m", "tokenformer", "train", str(recipe), "--out", str(out)]
+    return subprocess.run(
+        [*launcher, *options, "--run.parallel", parallel],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def close(found: list[Any], expected: list[Any]) -> bool:
+    return len(found) == len(expected) and all(
+        ours[0] == theirs[0]
+        and ours[1] == pytest.approx(theirs[1], abs=1e-5)
+        and (ours[2] is None or ours[2] == pytest.approx(theirs[2], abs=1e-5))
+        for ours, theirs in zip(found, expected, strict=True)
+    )

@@ -1,0 +1,21 @@
+import math
+
+from tokenformer.train.spikes import SpikeWatch
+
+
+def test_what_is_not_finite_is_a_problem_at_once():
+    watch = SpikeWatch(factor=3)
+    assert watch.problem(math.nan, 1.0) == "the loss is nan"
+    assert watch.problem(math.inf, 1.0) == "the loss is inf"
+    assert watch.problem(1.0, math.inf) == "the norm of the gradient is inf"
+
+
+def test_a_spike_is_measured_against_the_last_losses():
+    watch = SpikeWatch(factor=3, window=4)
+    assert [watch.problem(loss, 1.0) for loss in (90.0, 1.0, 1.0, 1.0)] == [None] * 4
+    assert watch.problem(60.0, 1.0) is None  # 93 / 4 is the usual
+    for _ in range(4):
+        assert watch.problem(1.0, 1.0) is None
+    assert watch.problem(2.9, 1.0) is None
+    assert watch.problem(9.0, 1.0) == "the loss is 9.000, more than 3 times the usual 1.475"
+    assert watch.problem(1.0, 1.0) is None  # the spike was not remembered

@@ -1,0 +1,76 @@
+"""`tokenformer train`: a recipe file becomes a run, on one core or under torchrun."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from tokenformer.cli.errors import InputError
+from tokenformer.train.options import (
+    DataOptions,
+    ModelOptions,
+    OptimizerOptions,
+    Recipe,
+    RunOptions,
+    ScheduleOptions,
+)
+
+
+def train(
+    recipe: list[Path],
+    out: Path | None = None,
+    max_steps: int | None = None,
+    model: ModelOptions = ModelOptions(),  # noqa: B008
+    data: DataOptions = DataOptions(),  # noqa: B008
+    optimizer: OptimizerOptions = OptimizerOptions(),  # noqa: B008
+    schedule: ScheduleOptions = ScheduleOptions(),  # noqa: B008
+    run: RunOptions = RunOptions(),  # noqa: B008
+) -> None:
+    """Train a model as a recipe file says; any option of it can be changed on the command line.
+
+    Args:
+        recipe: A YAML file with the sections model, data, optimizer, schedule and run.
+        out: The folder of the run, by default runs/RECIPE. A run that is there goes on from its
+            last checkpoint.
+        max_steps: A shorter run: so many steps, with the schedule and warm-up fitted to them.
+    """
+    if max_steps is not None:
+        if max_steps < 1:
+            raise InputError(f"--max_steps {max_steps} must be at least 1")
+        run = replace(run, steps=min(max_steps, run.steps))
+        schedule = replace(schedule, warmup_steps=min(schedule.warmup_steps, run.steps // 10))
+    folder = out or Path("runs") / recipe[0].stem
+    whole = Recipe(model=model, data=data, optimizer=optimizer, schedule=schedule, run=run)
+
+    from rich.console import Console
+
+    from tokenformer.data.errors import DataError
+    from tokenformer.train.distribution import process_group
+    from tokenformer.train.progress import progress
+    from tokenformer.train.ranks import CheckpointError
+    from tokenformer.train.recipe import build_task, record
+    from tokenformer.train.run import Run, StoppedError
+    from tokenformer.train.spikes import TrainingError
+
+    with process_group() as ranks:
+        console = Console(highlight=False, quiet=not ranks.first)
+        try:
+            if ranks.first:
+                record(whole, folder)
+            task, tokenizer = build_task(whole)
+            job = Run(folder, whole, task, tokenizer, lambda line: console.print(line))
+        except (DataError, ValueError, OSError) as error:
+            raise InputError(" ".join(str(error).split())) from None
+        console.print(
+            f"{task.model.num_parameters():,} parameters, {len(task.tokens):,} tokens to train on, "
+            f"{ranks.count} process{'es' if ranks.count > 1 else ''}; the run is in {folder}"
+        )
+        try:
+            with progress(console, run.steps) as show:
+                job.go(show)
+        except StoppedError as stopped:
+            console.print(f"{stopped}. To go on: tokenformer {' '.join(sys.argv[1:])}")
+            raise SystemExit(128 + stopped.number) from None
+        except (TrainingError, CheckpointError) as error:
+            sys.stderr.write(f"tokenformer train: {error}\n")
+            raise SystemExit(1) from None
+        console.print(f"Done: {folder}/model, metrics.jsonl, loss.png")

@@ -1,0 +1,78 @@
+"""Many processes, one run: the process group, and a model spread over it from outside.
+
+Model code is single-device code. `distribute` wraps what a task trains, by DDP or FSDP2, and the
+loop asks it only two things: to hold back the exchange of gradients while it accumulates, and for
+sums over all ranks.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tokenformer.train.ranks import Ranks
+
+
+@contextmanager
+def process_group() -> Iterator[Ranks]:
+    """The group that torchrun describes in the environment; alone without it."""
+    if "RANK" not in os.environ:
+        yield Ranks()
+        return
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(backend="cpu:gloo,cuda:nccl" if cuda else "gloo")
+    try:
+        yield Ranks()
+    finally:
+        dist.destroy_process_group()
+
+
+def device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def distribute(module: nn.Module, parallel: str) -> nn.Module:
+    """`module` as it is to be called: replicated or sharded over the ranks, or as it is."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return module
+    if parallel == "fsdp":
+        for layer in blocks(module):
+            fully_shard(layer)
+        fully_shard(module)
+        return module
+    return DistributedDataParallel(module)
+
+
+def blocks(module: nn.Module) -> list[nn.Module]:
+    """The repeated layers, each a unit of sharding."""
+    model: Any = module
+    return list(model.model.model.layers)
+
+
+def hold_gradients(module: nn.Module, hold: bool) -> Any:
+    """A context for forward and backward of a micro-batch that is not the step's last."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(not hold)
+        return nullcontext()
+    if isinstance(module, DistributedDataParallel) and hold:
+        return module.no_sync()
+    return nullcontext()
+
+
+def total(value: float) -> float:
+    """The sum over all ranks, the same on each."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    box = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(box)
+    return box.item()

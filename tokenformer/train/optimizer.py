@@ -1,0 +1,54 @@
+"""AdamW with its parameters in groups: decay on matrices alone, rates and freezing by name."""
+
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from tokenformer.train.options import OptimizerOptions
+
+
+def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.Optimizer:
+    """The optimizer of `model`. Each group carries `rate_factor`, by which `set_rate` multiplies.
+
+    Parameters whose rate is 0 are frozen: they need no gradient and get no decay.
+    """
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in options.rates:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"rates: no parameter matches {pattern!r}; one is called {names[-1]}")
+    for name, parameter in model.named_parameters():
+        rate = rate_of(name, options)
+        parameter.requires_grad_(rate > 0)
+        if rate > 0:
+            groups.setdefault((rate, parameter.ndim >= 2), []).append(parameter)
+    if not groups:
+        raise ValueError(f"rates={options.rates} freeze every parameter; nothing is left to train")
+    return torch.optim.AdamW(
+        [
+            {
+                "params": parameters,
+                "weight_decay": options.weight_decay if is_matrix else 0.0,
+                "rate_factor": rate,
+            }
+            for (rate, is_matrix), parameters in groups.items()
+        ],
+        lr=options.learning_rate,
+        betas=options.betas,
+        eps=options.eps,
+        fused=True,
+    )
+
+
+def rate_of(name: str, options: OptimizerOptions) -> float:
+    factor = 1.0
+    for pattern, rate in options.rates.items():
+        if fnmatchcase(name, pattern):
+            factor = rate
+    return factor
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["rate_factor"]

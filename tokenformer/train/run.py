@@ -1,0 +1,221 @@
+"""A training run on disk: what a recipe becomes, and goes on as after any interruption.
+
+    runs/NAME/  config.yaml  metrics.jsonl  checkpoints/step-00000500/  model/  loss.png
+
+Every checkpoint is complete or absent, and metrics are cut back to the one a run goes on from, so a
+run that was killed at any moment ends as if it had not been.
+"""
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from tokenformer.train import checkpoint
+from tokenformer.train.background import AsyncSaver
+from tokenformer.train.curve import draw_loss
+from tokenformer.train.export import export
+from tokenformer.train.loop import Loop, Progress
+from tokenformer.train.metrics import Row
+from tokenformer.train.options import Recipe
+from tokenformer.train.ranks import Ranks
+from tokenformer.train.spikes import TrainingError
+from tokenformer.train.task import Task
+
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+MODEL = "model"
+MOST_PROBLEMS = 10
+
+
+class StoppedError(Exception):
+    """A signal asked the run to stop; it has been saved."""
+
+    def __init__(self, number: int, step: int) -> None:
+        super().__init__(f"{signal.Signals(number).name} at step {step}; saved")
+        self.number = number
+
+
+class Run:
+    """One recipe in one folder. `go` trains to the end, from the last checkpoint if any."""
+
+    def __init__(
+        self,
+        folder: Path,
+        recipe: Recipe,
+        task: Task,
+        tokenizer: Any,
+        report: Callable[[str], None],
+    ) -> None:
+        self.folder, self.recipe, self.tokenizer, self.report = folder, recipe, tokenizer, report
+        self.loop = Loop(task, recipe.optimizer, recipe.schedule, recipe.run)
+        self.ranks = Ranks()
+        self.checkpoints = folder / CHECKPOINTS
+        self.best: tuple[float, int] | None = None
+        self.stop_signal = 0
+        self.problems = 0
+
+    def go(self, on_step: Callable[[Row], None]) -> None:
+        self.resume()
+        if self.ranks.first:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            cut_metrics(self.folder / METRICS, self.loop.progress.step)
+        with ExitStack() as stack:
+            saver = stack.enter_context(AsyncSaver())
+            stack.enter_context(self.signals())
+            write = stack.enter_context(metrics_writer(self.folder / METRICS, self.ranks))
+            for row in self.loop.steps():
+                if "problem" in row:
+                    self.handle(row, write)
+                    continue
+                self.problems = 0
+                write(row)
+                on_step(row)
+                self.remember(row)
+                step = self.loop.progress.step
+                stop = int(max(self.ranks.gather(self.stop_signal)))
+                if stop or step % self.recipe.run.checkpoint_every == 0 or self.finished:
+                    self.save(saver)
+                if stop:
+                    saver.wait()
+                    raise StoppedError(stop, step)
+            saver.wait()
+        self.prune()
+        self.conclude()
+
+    @property
+    def finished(self) -> bool:
+        return self.loop.progress.step == self.recipe.run.steps
+
+    def resume(self) -> None:
+        path = checkpoint.latest(self.checkpoints, report=self.report)
+        if path is None:
+            return
+        model, optimizer = self.loop.task.model, self.loop.optimizer
+        state, _ = checkpoint.load(path, model=model, optimizer=optimizer, hashes=False)
+        self.loop.progress = Progress(**state["progress"])
+        self.best = None if state["best"] is None else (state["best"][0], state["best"][1])
+        self.loop.watch.recent.extend(state["recent"])
+        if self.loop.scaler.is_enabled():
+            self.loop.scaler.load_state_dict(state["scaler"])
+        threads = torch.get_num_threads()
+        if state["threads"] != threads:
+            self.report(
+                f"{path.name} was made with {state['threads']} threads, this goes on with "
+                f"{threads}: losses agree to rounding, not to the last bit"
+            )
+
+    def save(self, saver: AsyncSaver) -> None:
+        saver.wait()
+        self.prune()
+        progress = self.loop.progress
+        state = {
+            "step": progress.step,
+            "progress": asdict(progress),
+            "best": self.best,
+            "recent": list(self.loop.watch.recent),
+            "scaler": self.loop.scaler.state_dict(),
+            "threads": torch.get_num_threads(),
+        }
+        model, optimizer = self.loop.task.model, self.loop.optimizer
+        saver.save(self.checkpoints, model=model, optimizer=optimizer, state=state)
+
+    def prune(self) -> None:
+        best = None if self.best is None else self.best[1]
+        checkpoint.prune(self.checkpoints, keep_last=self.recipe.run.keep_last, best=best)
+
+    def remember(self, row: Row) -> None:
+        """The best step, among those that will have a checkpoint."""
+        kept = row["step"] % self.recipe.run.checkpoint_every == 0 or self.finished
+        if kept and "val_loss" in row and (self.best is None or row["val_loss"] < self.best[0]):
+            self.best = (row["val_loss"], row["step"])
+
+    def handle(self, row: Row, write: Callable[[Row], None]) -> None:
+        """A step that went wrong, by the policy `on_spike`. Its weights were not touched."""
+        last = self.loop.progress.samples - 1
+        first = last + 1 - self.recipe.run.batch_size
+        where = f"step {row['step']}, samples {first} to {last}: {row['problem']}"
+        policy = self.recipe.run.on_spike
+        self.problems += 1
+        if policy == "stop":
+            raise TrainingError(f"{where}; --run.on_spike skip or rollback would go on")
+        if self.problems > MOST_PROBLEMS:
+            raise TrainingError(f"{where}; that is {self.problems} such steps in a row")
+        if policy == "skip":
+            self.report(f"{where}; skipped")
+            write(row)
+            return
+        samples = self.loop.progress.samples
+        if checkpoint.latest(self.checkpoints, report=self.report) is None:
+            raise TrainingError(f"{where}; there is no checkpoint yet to roll back to")
+        self.resume()
+        self.loop.progress.samples = samples  # what was seen is not seen again
+        self.report(f"{where}; rolled back to step {self.loop.progress.step}")
+        write(row)
+
+    def conclude(self) -> None:
+        export(self.loop.task.model, self.tokenizer, self.folder / MODEL)
+        if self.ranks.first:
+            rows = read_metrics(self.folder / METRICS)
+            draw_loss(
+                [r for r in rows if "problem" not in r], self.folder / "loss.png", self.folder.name
+            )
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT end the run after the step under way, with a checkpoint; a second one
+        ends it at once."""
+
+        def note(number: int, frame: FrameType | None) -> None:
+            if self.stop_signal:
+                raise KeyboardInterrupt
+            self.stop_signal = number
+
+        handlers = {
+            number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def metrics_writer(path: Path, ranks: Ranks) -> Iterator[Callable[[Row], None]]:
+    if not ranks.first:
+        yield lambda row: None
+        return
+    with path.open("a", buffering=1) as file:
+
+        def write(row: Row) -> None:
+            file.write(json.dumps(row) + "\n")
+
+        yield write
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """The rows, without a last line that a kill has torn."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def cut_metrics(path: Path, step: int) -> None:
+    """Drop the rows of steps that will be made again."""
+    kept = [row for row in read_metrics(path) if row["step"] <= step]
+    unfinished = path.with_name(f".{path.name}")
+    unfinished.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    unfinished.replace(path)

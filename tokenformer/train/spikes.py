@@ -1,0 +1,33 @@
+"""Losses and gradients that went wrong: not finite, or far above what came before."""
+
+import math
+from collections import deque
+from statistics import mean
+
+
+class TrainingError(Exception):
+    """Training cannot go on; one line says where and why."""
+
+
+class SpikeWatch:
+    """Compares each loss with the mean of the last ones; the first few are only watched."""
+
+    def __init__(self, factor: float, window: int = 20) -> None:
+        self.factor = factor
+        self.recent: deque[float] = deque(maxlen=window)
+
+    def problem(self, loss: float, gradient_norm: float) -> str | None:
+        """What is wrong with a step, or None; only healthy losses are remembered."""
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if not math.isfinite(gradient_norm):
+            return f"the norm of the gradient is {gradient_norm}"
+        full = len(self.recent) == self.recent.maxlen
+        if full and loss > self.factor * mean(self.recent):
+            usual = mean(self.recent)
+            return f"the loss is {loss:.3f}, more than {self.factor:g} times the usual {usual:.3f}"
+        self.recent.append(loss)
+        return None
+
+    def forget(self) -> None:
+        self.recent.clear()

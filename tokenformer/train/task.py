@@ -1,0 +1,94 @@
+"""What is trained, as the loop sees it: samples by number, and a module that maps them to a loss.
+
+The loop knows a task, not a modality. `LanguageTask` is next-token prediction.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tokenformer.data.batches import fixed_batches, sample_batch
+from tokenformer.data.token_ids import TokenSequence
+from tokenformer.models.accounting import training_flops
+from tokenformer.train.loss import chunked_cross_entropy
+
+
+class Task(Protocol):
+    model: Any
+    """The Hugging Face model: saved, loaded and exported."""
+    module: nn.Module
+    """Maps a batch to the sum of its losses; what DDP and FSDP wrap."""
+    tokens_per_sample: int
+    """Losses in a sample's sum, and the unit of throughput."""
+    flops_per_sample: int
+    """Training FLOPs, forward and backward."""
+
+    def batch(self, first_sample: int, count: int) -> Tensor:
+        """Samples by their number since the start of training: a pure function of it."""
+        ...
+
+    def validation(self, batch_size: int, count: int) -> list[Tensor]:
+        """At most `count` samples, always the same, in batches."""
+        ...
+
+    def describe(self, loss: float) -> dict[str, float]:
+        """What a mean validation loss means: bits per byte, accuracy, ..."""
+        ...
+
+
+class NextTokenLoss(nn.Module):
+    """A causal language model with its loss: [B, T + 1] token ids -> the sum over B T tokens."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        hidden = self.model.model(input_ids=inputs, use_cache=False).last_hidden_state
+        return chunked_cross_entropy(hidden, self.model.lm_head.weight, targets)
+
+
+@dataclass
+class LanguageTask:
+    model: Any
+    tokens: TokenSequence
+    validation_tokens: TokenSequence
+    length: int
+    seed: int = 0
+    order: str = "random"
+    bytes_per_token: float = 1.0
+    """Of the validation text, for bits per byte."""
+    module: nn.Module = field(init=False)
+    tokens_per_sample: int = field(init=False)
+    flops_per_sample: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.module = NextTokenLoss(self.model)
+        self.tokens_per_sample = self.length
+        self.flops_per_sample = sum(training_flops(self.model.config, self.length).values())
+
+    def batch(self, first_sample: int, count: int) -> Tensor:
+        return sample_batch(
+            self.tokens,
+            length=self.length,
+            seed=self.seed,
+            first_sample=first_sample,
+            count=count,
+            mode=self.order,
+        )
+
+    def validation(self, batch_size: int, count: int) -> list[Tensor]:
+        batches = fixed_batches(
+            self.validation_tokens,
+            batch_size=batch_size,
+            length=self.length,
+            count=-(-count // batch_size),
+        )
+        return list(torch.cat(batches)[:count].split(batch_size))
+
+    def describe(self, loss: float) -> dict[str, float]:
+        return {"val_bpb": loss / math.log(2) / self.bytes_per_token}
