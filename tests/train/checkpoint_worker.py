@@ -7,6 +7,7 @@ python -m tests.train.checkpoint_worker kill FOLDER ROUNDS
 import json
 import os
 import random
+import resource
 import signal
 import sys
 import time
@@ -112,15 +113,35 @@ def train(wrapping: str, rank: int, ranks: int, folder: Path) -> None:
     removed = checkpoint.prune(folder / "two", keep_last=1)
     assert removed == []
 
+    # A file that only one rank may not write is an error on all, and the older checkpoint stays.
+    large = {"large": distribute_tensor(torch.ones(1 << 20), mesh, [Shard(0)])}
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == ranks - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limit[1]))
+    errors = [refusal(folder / "two", model, large)]
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     broken = {"broken": torch.tensor([float("nan") if rank == ranks - 1 else 1.0])}
-    error = ""
-    try:
-        checkpoint.save(folder / "two", model=model, state={"step": 5}, extra=broken)
-    except checkpoint.CheckpointError as caught:
-        error = str(caught)
-    result = {"losses": losses, "error": error, "state": state}
+    errors.append(refusal(folder / "two", model, broken))
+
+    # A shard torn under their feet: all ranks pass it over.
+    for step in (6, 7):
+        torn = checkpoint.save(folder / "torn", model=nn.Linear(1, 1), state={"step": step})
+    if rank == 0:
+        os.truncate(next(torn.glob("*.safetensors")), 5)
+    dist.barrier()
+    found = checkpoint.latest(folder / "torn", report=errors.append)
+    assert found is not None
+    result = {"losses": losses, "errors": errors, "state": state, "found": found.name}
     (folder / f"result-{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
+
+
+def refusal(folder: Path, model: nn.Module, extra: dict[str, Tensor]) -> str:
+    try:
+        checkpoint.save(folder, model=model, state={"step": 5}, extra=extra)
+    except checkpoint.CheckpointError as error:
+        return str(error)
+    return "saved"
 
 
 def inner(model: Any) -> nn.Module:

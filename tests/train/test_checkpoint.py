@@ -25,6 +25,7 @@ from torch import nn
 
 from tests.train.checkpoint_worker import UNFINISHED, Filled, make_model, make_optimizer, step_once
 from tokenformer.train import background, checkpoint
+from tokenformer.train import folder as folders
 from tokenformer.train.background import AsyncSaver
 from tokenformer.train.checkpoint import CheckpointError, latest, load, prune, save
 from tokenformer.train.export import export
@@ -357,6 +358,10 @@ class TestKeeping:
         assert list(tmp_path.iterdir()) == [path]
         assert load(path, model=nn.Linear(1, 1))[0]["value"] == 2
 
+    def test_it_replaces_where_the_system_cannot_swap(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(folders.ctypes, "CDLL", lambda *name, **options: object())
+        self.test_the_same_step_again_replaces(tmp_path)
+
     def test_leftovers_go_at_the_next_save(self, tmp_path):
         leftover = tmp_path / ".step-00000003.unfinished-0011aabb"
         leftover.mkdir()
@@ -626,9 +631,11 @@ def test_one_process_to_two_and_back(tmp_path, wrapping):
     for rank, result in enumerate(results):
         assert result["state"] == {"step": 2}
         assert result["losses"] == pytest.approx(unbroken, rel=1e-6), rank
-        assert result["error"] == (
-            "step 5 is not saved: extra.broken holds a NaN or an infinity (rank 1)"
-        )
+        large, broken, *torn = result["errors"]
+        assert large.endswith("step-00000005 cannot be written: File too large (rank 1)")
+        assert broken == "step 5 is not saved: extra.broken holds a NaN or an infinity (rank 1)"
+        assert len(torn) == (rank == 0)  # one reports, all pass it over
+        assert result["found"] == "step-00000006"
 
     # What two processes loaded and saved again is what one had, to the last bit.
     again = make_model(seed=1)
