@@ -41,10 +41,13 @@ def train(
     folder = out or Path("runs") / recipe[0].stem
     whole = Recipe(model=model, data=data, optimizer=optimizer, schedule=schedule, run=run)
 
+    import torch
     from rich.console import Console
 
     from tokenformer.data.errors import DataError
     from tokenformer.train.distribution import process_group
+    from tokenformer.train.loop import PRECISIONS
+    from tokenformer.train.peak import matmul_peak
     from tokenformer.train.progress import progress
     from tokenformer.train.ranks import CheckpointError
     from tokenformer.train.recipe import build_task, record
@@ -65,7 +68,8 @@ def train(
             f"{ranks.count} process{'es' if ranks.count > 1 else ''}; the run is in {folder}"
         )
         try:
-            with progress(console, run.steps) as show:
+            peak = matmul_peak(job.loop.device, PRECISIONS.get(run.precision, torch.float32))
+            with progress(console, run.steps, ranks.count * peak) as show:
                 job.go(show)
         except StoppedError as stopped:
             console.print(f"{stopped}. To go on: tokenformer {' '.join(sys.argv[1:])}")

@@ -10,19 +10,20 @@ import secrets
 import shutil
 from pathlib import Path
 
-UNFINISHED = "unfinished"
+UNFINISHED, DELETED = "unfinished", "deleted"
 
 
 def start(path: Path, kin: str) -> Path:
     """A new empty folder that is to become `path`.
 
-    What killed processes left unfinished beside it, of names that match `kin`, is deleted first: a
-    full disk has room again.
+    What killed processes left beside it, of names that match `kin`, is deleted first: a full disk
+    has room again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in path.parent.glob(f".{kin}.{UNFINISHED}-*"):
-        shutil.rmtree(leftover)
-    unfinished = hidden(path)
+    for word in (UNFINISHED, DELETED):
+        for leftover in path.parent.glob(f".{kin}.{word}-*"):
+            shutil.rmtree(leftover)
+    unfinished = hidden(path, UNFINISHED)
     unfinished.mkdir()
     return unfinished
 
@@ -51,13 +52,13 @@ def discard(unfinished: Path) -> None:
 def remove(path: Path) -> None:
     """Delete a folder that is never seen half deleted."""
     if path.exists():
-        doomed = hidden(path)
+        doomed = hidden(path, DELETED)
         path.rename(doomed)
         shutil.rmtree(doomed)
 
 
-def hidden(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{UNFINISHED}-{secrets.token_hex(4)}")
+def hidden(path: Path, word: str) -> Path:
+    return path.with_name(f".{path.name}.{word}-{secrets.token_hex(4)}")
 
 
 def sync(path: Path) -> None:
@@ -76,7 +77,7 @@ def exchange(one: Path, other: Path) -> None:
     names = os.fsencode(one), os.fsencode(other)
     if renameat2 and not renameat2(at_working_folder, names[0], at_working_folder, names[1], swap):
         return
-    between = hidden(other)
+    between = hidden(other, DELETED)
     other.rename(between)
     one.rename(other)
     between.rename(one)

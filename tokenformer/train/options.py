@@ -100,7 +100,7 @@ class RunOptions:
     """At a loss or gradient that is not finite, or a loss far above the recent ones."""
     spike_factor: float = 3.0
     """A loss this many times the recent mean is a spike."""
-    log_to: list[str] = field(default_factory=list)
+    log_to: list[str] = field(default_factory=lambda: ["tensorboard"])
     """Reporters besides metrics.jsonl: tensorboard, wandb, trackio; each must be installed."""
 
     def __post_init__(self) -> None:

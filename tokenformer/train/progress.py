@@ -1,10 +1,13 @@
 """The live display of a run: a bar with loss, tokens/s and time left, or plain lines in a log."""
 
+import resource
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import mean
 
+import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -18,9 +21,12 @@ from tokenformer.train.metrics import Row
 
 
 @contextmanager
-def progress(console: Console, steps: int) -> Iterator[Callable[[Row], None]]:
-    """A display for a run of `steps` steps: live on a terminal, ten lines at most elsewhere."""
-    describe = Describer()
+def progress(
+    console: Console, steps: int, peak: float | None = None
+) -> Iterator[Callable[[Row], None]]:
+    """A display for a run of `steps` steps: live on a terminal, ten lines at most elsewhere. With
+    `peak`, FLOPs per second, it tells which share of it is reached."""
+    describe = Describer(peak=peak)
     if not console.is_terminal:
         shown = {-(-steps * tenth // 10) for tenth in range(1, 11)}
 
@@ -50,8 +56,9 @@ def progress(console: Console, steps: int) -> Iterator[Callable[[Row], None]]:
 class Describer:
     """One line on where a run stands: means of the last rows, so that it can be read."""
 
-    def __init__(self, window: int = 50) -> None:
+    def __init__(self, window: int = 50, peak: float | None = None) -> None:
         self.rows: deque[Row] = deque(maxlen=window)
+        self.peak = peak
         self.held_out = ""
 
     def __call__(self, row: Row) -> str:
@@ -63,4 +70,16 @@ class Describer:
         if "val_bpb" in row:
             self.held_out = f"  held out {row['val_bpb']:.3f} bits/byte"
         loss = mean(past["loss"] for past in self.rows)
-        return f"loss {loss:.3f}{self.held_out}  {speed:,.0f} tokens/s"
+        text = f"loss {loss:.3f}{self.held_out}  {speed:,.0f} tokens/s"
+        if self.peak is not None:
+            share = speed * row["flops"] / row["tokens"] / self.peak
+            text += f"  {share:.0%} of matmul peak  lr {row['lr']:.1e}  {memory() / 1e9:.1f} GB"
+        return text
+
+
+def memory() -> int:
+    """Bytes: the most an accelerator has held, or this process, where there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

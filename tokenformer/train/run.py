@@ -25,6 +25,7 @@ from tokenformer.train.loop import Loop, Progress
 from tokenformer.train.metrics import Row
 from tokenformer.train.options import Recipe
 from tokenformer.train.ranks import Ranks
+from tokenformer.train.reporters import check_reporters, reporter
 from tokenformer.train.spikes import TrainingError
 from tokenformer.train.task import Task
 
@@ -55,6 +56,7 @@ class Run:
     ) -> None:
         self.folder, self.recipe, self.tokenizer, self.report = folder, recipe, tokenizer, report
         self.loop = Loop(task, recipe.optimizer, recipe.schedule, recipe.run)
+        check_reporters(recipe.run.log_to)
         self.ranks = Ranks()
         self.checkpoints = folder / CHECKPOINTS
         self.best: tuple[float, int] | None = None
@@ -70,13 +72,15 @@ class Run:
             saver = stack.enter_context(AsyncSaver())
             stack.enter_context(self.signals())
             write = stack.enter_context(metrics_writer(self.folder / METRICS, self.ranks))
+            reports = [stack.enter_context(context) for context in self.reporters()]
             for row in self.loop.steps():
                 if "problem" in row:
                     self.handle(row, write)
                     continue
                 self.problems = 0
                 write(row)
-                on_step(row)
+                for report in (*reports, on_step):
+                    report(row)
                 self.remember(row)
                 step = self.loop.progress.step
                 stop = int(max(self.ranks.gather(self.stop_signal)))
@@ -88,6 +92,12 @@ class Run:
             saver.wait()
         self.prune()
         self.conclude()
+
+    def reporters(self) -> list[Any]:
+        if not self.ranks.first:
+            return []
+        config, step = asdict(self.recipe), self.loop.progress.step + 1
+        return [reporter(name, self.folder, config, step) for name in self.recipe.run.log_to]
 
     @property
     def finished(self) -> bool:

@@ -1,0 +1,39 @@
+"""Every recipe loads, describes a model that can be built, and opens with what it promises."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tokenformer.cli import build_parser, spell_out
+from tokenformer.train.options import ModelOptions
+from tokenformer.train.recipe import FAMILIES
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_recipe(path: Path) -> None:
+    head = path.read_text().splitlines()[:5]
+    topics = ("# Claim", "# Cost", "# Expect", "# Data", "# Command")
+    assert all(line.startswith(topic) for line, topic in zip(head, topics, strict=True))
+    assert str(path.relative_to(ROOT)) in head[-1]
+
+    parser = build_parser()
+    options = parser.instantiate(parser.parse_args(spell_out(["train", str(path)])))["train"]
+    assert options.run.steps == yaml.safe_load(path.read_text())["run"]["steps"]
+    assert options.schedule.warmup_steps < options.run.steps
+
+    model: ModelOptions = options.model
+    config_class, model_class = FAMILIES[model.family]
+    given = {"vocab_size": 257, **model.options}
+    config = config_class.from_preset(model.preset, **given) if model.preset else None
+    with torch.device("meta"):
+        built = model_class(config or config_class(**given))
+    assert built.num_parameters() > 100_000
+
+
+def test_there_are_recipes():
+    assert len(RECIPES) >= 14

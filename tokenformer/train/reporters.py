@@ -1,0 +1,60 @@
+"""Where the metrics of a run go besides `metrics.jsonl`: TensorBoard, and trackers if asked for."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tokenformer.train.metrics import Row
+
+Report = Callable[[Row], None]
+TRACKERS = ("wandb", "trackio")
+"""Both have the calls init, log and finish."""
+
+
+@contextmanager
+def tensorboard(folder: Path, config: dict[str, Any], first_step: int) -> Iterator[Report]:
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+    # What a killed run wrote beyond the checkpoint it goes on from is not shown.
+    with SummaryWriter(str(folder / "tensorboard"), purge_step=first_step) as writer:
+
+        def report(row: Row) -> None:
+            for name, value in numbers(row).items():
+                writer.add_scalar(name, value, row["step"])
+
+        yield report
+
+
+@contextmanager
+def tracker(name: str, folder: Path, config: dict[str, Any]) -> Iterator[Report]:
+    library = importlib.import_module(name)
+    library.init(project="tokenformer", name=folder.name, config=config)
+    try:
+        yield lambda row: library.log(numbers(row), step=row["step"])
+    finally:
+        library.finish()
+
+
+def reporter(name: str, folder: Path, config: dict[str, Any], first_step: int) -> Any:
+    return (
+        tensorboard(folder, config, first_step)
+        if name == "tensorboard"
+        else tracker(name, folder, config)
+    )
+
+
+def check_reporters(names: list[str]) -> None:
+    """Refuse a reporter that is unknown or not installed, before the work begins."""
+    for name in names:
+        if name not in ("tensorboard", *TRACKERS):
+            choices = ", ".join(("tensorboard", *TRACKERS))
+            raise ValueError(f"log_to: {name!r} is unknown; choose from {choices}")
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"log_to: {name} is not installed; `pip install {name}` gets it")
+
+
+def numbers(row: Row) -> dict[str, float]:
+    return {name: value for name, value in row.items() if isinstance(value, int | float)}
