@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from tokenformer.data.byte_tokenizer import END_OF_TEXT, byte_tokenizer
 from tokenformer.data.text_stream import TextStream
@@ -22,8 +23,10 @@ def tokenizer(request, real_data):
     if request.param == "bytes":
         return BYTES
     if request.param == "bpe":  # so few merges that most characters are several tokens
-        return train_bpe(iter([TEXT] * 3), 280)
-    return load_tokenizer(str(real_data(request.param)), None)
+        found = train_bpe(iter([TEXT] * 3), 280)
+    else:
+        found = load_tokenizer(str(real_data(request.param)), None)
+    return PreTrainedTokenizerFast(tokenizer_object=found.backend)
 
 
 def test_pieces_are_whole_characters_and_the_whole_text(tokenizer):

@@ -5,10 +5,12 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
+from tokenformer.data.byte_tokenizer import byte_tokenizer
 from tokenformer.data.corpus import Corpus
 from tokenformer.data.errors import DataError
 from tokenformer.data.preparation import Request, prepare
 from tokenformer.data.standard_library import source_files
+from tokenformer.data.tokenizer import load_tokenizer
 
 WORDS = [
     f"Documents come and go; number {n} stays, naïve as 日本語 and 👩‍👩‍👧.\n" for n in range(300)
@@ -120,3 +122,18 @@ def test_tokenizers_that_cannot_be_are_one_clear_line(tmp_path, monkeypatch, opt
     with pytest.raises(DataError, match=message) as raised:
         run("a.txt", tmp_path / "out", **options)
     assert "\n" not in str(raised.value)
+
+
+def test_the_byte_tokenizer_is_saved_as_transformers_saves_it(tmp_path):
+    """`prepare` writes the folder without importing transformers; it loads as the same."""
+    byte_tokenizer().save_pretrained(tmp_path / "theirs")
+    load_tokenizer("bytes", None).save(tmp_path / "ours")
+    theirs, ours = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("theirs", "ours"))
+    assert type(ours) is type(theirs)
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours.padding_side == theirs.padding_side
+    assert ours.model_max_length == theirs.model_max_length
+    assert ours.get_vocab() == theirs.get_vocab()
+    text = "naïve  \t\n日本語 <|endoftext|>"
+    assert ours(text).input_ids == theirs(text).input_ids
+    assert ours.decode(ours(text).input_ids) == text

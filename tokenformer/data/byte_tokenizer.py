@@ -13,8 +13,21 @@ VOCAB_SIZE = 257
 
 def byte_tokenizer() -> Any:
     """A `PreTrainedTokenizerFast` that maps text to its UTF-8 bytes and back."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=byte_level(),
+        bos_token=END_OF_TEXT_SYMBOL,
+        eos_token=END_OF_TEXT_SYMBOL,
+        pad_token=END_OF_TEXT_SYMBOL,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def byte_level() -> Any:
+    """The same as a `tokenizers.Tokenizer`: transformers takes seconds to import."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     # A BPE without merges over the byte alphabet; ids are moved to be the byte values themselves.
     vocabulary = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
@@ -23,14 +36,7 @@ def byte_tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(END_OF_TEXT_SYMBOL, special=True)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT_SYMBOL,
-        eos_token=END_OF_TEXT_SYMBOL,
-        pad_token=END_OF_TEXT_SYMBOL,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
+    return tokenizer
 
 
 def byte_symbols() -> list[str]:

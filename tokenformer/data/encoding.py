@@ -104,16 +104,15 @@ def encoded(
 ) -> Iterator[tuple[Chunk, dict[str, TokenIds]]]:
     """The chunks in their order, each with the ids of its splits."""
     # Handing bytes to another process costs more than making them ids.
-    if isinstance(encoder, ByteEncoder) or workers == 1:
+    if isinstance(encoder, ByteEncoder):
         for chunk in chunks:
             yield chunk, encode(encoder, chunk)
         return
     from concurrent.futures import Future, ProcessPoolExecutor
     from multiprocessing import get_context
 
-    # One thread to a process; to fork a process that has threads is not safe, so it is spawned.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), end_with_parent)
+    # To fork a process that has threads is not safe, so workers are spawned.
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), start_worker)
     under_way: deque[tuple[Chunk, Future[dict[str, TokenIds]]]] = deque()
     try:
         for chunk in chunks:
@@ -135,10 +134,11 @@ def encode(encoder: Encoder, chunk: Chunk) -> dict[str, TokenIds]:
     return {split: np.concatenate(parts) for split, parts in rows.items()}
 
 
-def end_with_parent() -> None:
-    """In a worker: leave interrupts to the parent, and do not outlive it if it is killed."""
+def start_worker() -> None:
+    """One thread; interrupts are the parent's, and the worker does not outlive it if it is killed."""
     from multiprocessing import connection, parent_process
 
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = parent_process()
     if parent is None:

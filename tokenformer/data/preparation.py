@@ -38,7 +38,6 @@ from tokenformer.data.tokenizer import (
     BYTES,
     check_tokenizer,
     load_tokenizer,
-    save_tokenizer,
     train_bpe,
 )
 
@@ -197,12 +196,12 @@ class Preparation:
             tokenizer = train_bpe(self.training_texts(), request.vocab_size)
         else:
             tokenizer = load_tokenizer(request.tokenizer, request.end_of_text)
-        save_tokenizer(tokenizer, folder)
+        tokenizer.save(folder)
         return {
             "name": self.settings["tokenizer"],
             "sha256": sha256_of(folder / "tokenizer.json"),
-            "vocab_size": max(tokenizer.get_vocab().values()) + 1,
-            "end_of_text": tokenizer.eos_token_id,
+            "vocab_size": tokenizer.vocab_size,
+            "end_of_text": tokenizer.end_of_text_id,
         }
 
     def training_texts(self) -> Iterator[str]:

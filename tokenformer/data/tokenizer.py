@@ -4,12 +4,14 @@ Whatever it was, it is saved as a folder that AutoTokenizer loads, and encoding 
 `tokenizer.json`: what a model is trained on is what its users will get.
 """
 
+import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenformer.data.byte_tokenizer import END_OF_TEXT_SYMBOL, byte_tokenizer
+from tokenformer.data.byte_tokenizer import END_OF_TEXT_SYMBOL, byte_level
 from tokenformer.data.errors import DataError
 from tokenformer.data.shards import sync_path
 from tokenformer.data.sources import exists, one_line
@@ -19,6 +21,45 @@ BPE = "bpe"
 # How published tokenizers spell the end of a text, where a bare tokenizer.json does not say.
 END_OF_TEXT_SYMBOLS = (END_OF_TEXT_SYMBOL, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>")
 SMALLEST_BPE = 257  # every byte and the end of text
+
+
+@dataclass(frozen=True)
+class CorpusTokenizer:
+    backend: Any
+    """A `tokenizers.Tokenizer`."""
+    end_of_text: str
+    hub: Any = None
+    """The `PreTrainedTokenizerFast` it came in, if it did."""
+
+    @property
+    def vocab_size(self) -> int:
+        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def end_of_text_id(self) -> int:
+        return int(self.backend.token_to_id(self.end_of_text))
+
+    def save(self, folder: Path) -> None:
+        """For AutoTokenizer, in the place of what an interrupted run may have left."""
+        shutil.rmtree(folder, ignore_errors=True)
+        if self.hub is not None:
+            self.hub.save_pretrained(folder)
+        else:
+            folder.mkdir()
+            self.backend.save(str(folder / "tokenizer.json"))
+            # Written here, since importing transformers takes longer than a small corpus.
+            config = {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": self.end_of_text,
+                "eos_token": self.end_of_text,
+                "pad_token": self.end_of_text,
+                "padding_side": "left",
+                "clean_up_tokenization_spaces": False,
+            }
+            text = json.dumps(config, indent=2) + "\n"
+            (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+        for path in folder.iterdir():
+            sync_path(path)
 
 
 def check_tokenizer(name: str, vocab_size: int | None) -> None:
@@ -34,47 +75,42 @@ def check_tokenizer(name: str, vocab_size: int | None) -> None:
         raise DataError(f"--vocab_size {vocab_size} must be at least {SMALLEST_BPE}")
 
 
-def load_tokenizer(name: str, end_of_text: str | None) -> Any:
-    """A `PreTrainedTokenizerFast` with an end-of-text token. Code that a repository may bring
-    along is never run."""
+def load_tokenizer(name: str, end_of_text: str | None) -> CorpusTokenizer:
     if name == BYTES:
-        return byte_tokenizer()
-    path = Path(name)
+        return CorpusTokenizer(byte_level(), END_OF_TEXT_SYMBOL)
+    path, hub = Path(name), None
     if exists(path) and path.is_file():
-        tokenizer = tokenizer_of_file(path)
+        backend = tokenizer_of_file(path)
     else:
-        tokenizer = tokenizer_of_folder(name)
-    known = tokenizer.get_vocab()
-    if end_of_text is not None:
-        if end_of_text not in known:
-            raise DataError(f"--end_of_text {end_of_text} is not a token of {name}")
-        tokenizer.eos_token = end_of_text
-    elif tokenizer.eos_token is None:
-        found = [symbol for symbol in END_OF_TEXT_SYMBOLS if symbol in known]
-        if not found:
+        hub = tokenizer_of_folder(name)
+        backend = hub.backend_tokenizer
+        end_of_text = end_of_text or hub.eos_token
+    known = backend.get_vocab(with_added_tokens=True)
+    if end_of_text is None:
+        end_of_text = next((symbol for symbol in END_OF_TEXT_SYMBOLS if symbol in known), None)
+        if end_of_text is None:
             raise DataError(
                 f"{name} does not say which token ends a text; name it by --end_of_text"
             )
-        tokenizer.eos_token = found[0]
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    if end_of_text not in known:
+        raise DataError(f"--end_of_text {end_of_text} is not a token of {name}")
+    if hub is not None:
+        hub.eos_token = end_of_text
+        hub.pad_token = hub.pad_token or end_of_text
+    return CorpusTokenizer(backend, end_of_text, hub)
 
 
 def tokenizer_of_file(path: Path) -> Any:
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
 
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise DataError(f"--tokenizer {path} is not a tokenizer.json: {one_line(error)}") from None
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, padding_side="left"
-    )
 
 
 def tokenizer_of_folder(name: str) -> Any:
+    """Of a folder or from the hub. Code that a repository may bring along is never run."""
     from transformers import AutoTokenizer
 
     try:
@@ -89,10 +125,9 @@ def tokenizer_of_folder(name: str) -> Any:
     return tokenizer
 
 
-def train_bpe(texts: Iterator[str], vocab_size: int) -> Any:
+def train_bpe(texts: Iterator[str], vocab_size: int) -> CorpusTokenizer:
     """A byte-level BPE, split into words as GPT-2's, trained on `texts`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -104,19 +139,4 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT_SYMBOL,
-        eos_token=END_OF_TEXT_SYMBOL,
-        pad_token=END_OF_TEXT_SYMBOL,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """In the place of one that an interrupted run may have left."""
-    shutil.rmtree(folder, ignore_errors=True)
-    tokenizer.save_pretrained(folder)
-    for path in folder.iterdir():
-        sync_path(path)
+    return CorpusTokenizer(tokenizer, END_OF_TEXT_SYMBOL)
