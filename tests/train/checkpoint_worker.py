@@ -166,14 +166,15 @@ class Filled(nn.Module):
 
 
 def kill(folder: Path, rounds: int) -> None:
-    """Time and again a process that saves without end, killed at a random moment inside a save; the
-    next goes on from the newest whole checkpoint. Prints [step found, unfinished folders left]."""
+    """Time and again a process that saves without end, killed at a random moment, every other time
+    in the first half of a save; the next goes on from the newest whole checkpoint. Prints
+    [step found, unfinished folders left]."""
     chance = random.Random(0)
     checkpoint.save(folder, model=Filled().fill(0), state={"step": 0})
     start = time.perf_counter()
     checkpoint.save(folder, model=Filled().fill(1), state={"step": 1})
     duration = time.perf_counter() - start
-    for _ in range(rounds):
+    for count in range(rounds):
         child = os.fork()
         if child == 0:
             save_without_end(folder)
@@ -181,7 +182,7 @@ def kill(folder: Path, rounds: int) -> None:
         newest = max(checkpoint.steps(folder))
         while set(folder.glob(UNFINISHED)) <= seen or max(checkpoint.steps(folder)) == newest:
             time.sleep(0.001)  # until it is in its second save at least
-        time.sleep(chance.random() * duration)
+        time.sleep(chance.random() * duration * (1.2 if count % 2 else 0.5))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         left = len(list(folder.glob(UNFINISHED)))
