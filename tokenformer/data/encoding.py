@@ -131,11 +131,14 @@ def encode(encoder: Encoder, chunk: Chunk) -> dict[str, TokenIds]:
     rows: dict[str, list[TokenIds]] = {}
     for split, ids in zip(chunk.splits, encoder(chunk.texts, chunk.ends), strict=True):
         rows.setdefault(split, []).append(ids)
-    return {split: np.concatenate(parts) for split, parts in rows.items()}
+    return {
+        split: parts[0] if len(parts) == 1 else np.concatenate(parts)
+        for split, parts in rows.items()
+    }
 
 
 def start_worker() -> None:
-    """One thread; interrupts are the parent's, and the worker does not outlive it if it is killed."""
+    """One thread to a worker; interrupts are its parent's, and it does not outlive a killed one."""
     from multiprocessing import connection, parent_process
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

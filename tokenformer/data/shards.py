@@ -8,6 +8,7 @@ came after. Small files are written beside their name and renamed.
 import hashlib
 import json
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ class SplitWriter:
         self.tokens: int = state.get("open_tokens", 0)
         """In the shard that is open."""
         self.digest = hashlib.sha256()
+        self.hasher = ThreadPoolExecutor(max_workers=1)  # hashing goes on beside the disk
+        self.hashing: Future[None] | None = None
         self.file = self.reopened()
 
     def path(self) -> Path:
@@ -71,18 +74,24 @@ class SplitWriter:
         while len(ids):
             room = self.shard_tokens - self.tokens
             part = np.ascontiguousarray(ids[:room]).view(np.uint8).data
+            self.wait_for_hash()  # of the part before: one waits at most
+            self.hashing = self.hasher.submit(self.digest.update, part)
             written = 0
             while written < len(part):  # an unbuffered write may take less than it is given
                 written += self.file.write(part[written:])
-            self.digest.update(part)
             self.tokens += min(room, len(ids))
             ids = ids[room:]
             if self.tokens == self.shard_tokens:
                 self.close_shard()
                 self.file = self.path().open("wb", buffering=0)
 
+    def wait_for_hash(self) -> None:
+        if self.hashing is not None:
+            self.hashing.result()
+
     def close_shard(self) -> None:
         self.sync()
+        self.wait_for_hash()
         self.file.close()
         if self.tokens == 0:
             self.path().unlink()
