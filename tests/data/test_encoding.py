@@ -1,0 +1,34 @@
+"""Encoding in processes: in order, and never far ahead of what is written."""
+
+from pathlib import Path
+
+import numpy as np
+
+from tokenformer.data.encoding import Chunk, TokenizerEncoder, encoded
+from tokenformer.data.tokenizer import load_tokenizer
+
+
+def test_chunks_come_in_order_and_few_are_under_way(tmp_path):
+    load_tokenizer("bytes", None).save(tmp_path / "tokenizer")
+    file: Path = tmp_path / "tokenizer" / "tokenizer.json"
+    encoder = TokenizerEncoder(file, end_of_text=256, dtype=np.dtype("<u2"))
+    read = 0
+
+    def chunks():
+        nonlocal read
+        for number in range(100):
+            read += 1
+            chunk = Chunk(read=number)
+            chunk.add(b"%d" % number * 50, True, "train" if number % 2 else "test")
+            chunk.add(b"x", False, "train")
+            yield chunk
+
+    for number, (chunk, ids) in enumerate(encoded(chunks(), encoder, workers=2)):
+        assert chunk.read == number
+        text = [*(b"%d" % number * 50), 256]
+        if number % 2:
+            assert ids["train"].tolist() == [*text, ord("x")]
+        else:
+            assert ids["test"].tolist() == text
+            assert ids["train"].tolist() == [ord("x")]
+        assert read <= number + 1 + 2 * 2
