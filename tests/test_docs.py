@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-# The whole demo belongs to the tests marked slow; here its commands run for a few steps.
-SHORTENED = {"demo": ["--steps", "2"]}
+# The whole demo belongs to the tests marked slow; here what takes long runs for a few steps.
+SHORTENED = {"demo": ["--steps", "2"], "train": ["--max_steps", "2"]}
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -34,6 +35,9 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda p: p.stem)
 def test_commands_run(page, tmp_path):
+    """In order, in one folder that stands for a clone, with a folder `my-texts` of one's own."""
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    shutil.copytree(ROOT / "docs", tmp_path / "my-texts")
     for words in commands(page):
         arguments = words[1:] + SHORTENED.get(words[1], [])
         done = subprocess.run(
