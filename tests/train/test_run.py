@@ -91,6 +91,7 @@ def test_a_whole_run_leaves_what_is_promised(recipe, tmp_path):
         "loss.png",
         "metrics.jsonl",
         "model",
+        "tensorboard",
     }
     steps = [step for step, _, _ in losses(out)]
     assert steps == list(range(1, 25))

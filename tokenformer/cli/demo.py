@@ -25,7 +25,7 @@ def demo(out: Path | None = None, steps: int = 2000, seed: int = 0) -> None:
 
     Args:
         out: A new folder to keep the model, its metrics and a picture of the loss in.
-        steps: Training steps; the default takes about a minute on two cores.
+        steps: Training steps; the default takes a minute or so on two cores.
         seed: Seed of the weights, the batches and the sample.
     """
     if steps < 1:
