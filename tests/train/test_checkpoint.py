@@ -224,7 +224,8 @@ class TestRefusals:
 
     def test_large_finite_numbers_are_no_infinity(self, tmp_path):
         largest = torch.full((4,), torch.finfo(torch.float32).max)
-        save(tmp_path, model=nn.Linear(1, 1), state={"step": 0}, extra={"largest": largest})
+        path = save(tmp_path, model=nn.Linear(1, 1), state={"step": 0}, extra={"largest": largest})
+        assert torch.equal(load(path, model=nn.Linear(1, 1))[1]["largest"], largest)
 
     @pytest.mark.parametrize("step", [None, -1, 1.0, True, "7"])
     def test_a_state_needs_a_step(self, tmp_path, step):

@@ -10,6 +10,8 @@ import secrets
 import shutil
 from pathlib import Path
 
+from tokenformer.data.shards import sync_path
+
 UNFINISHED, DELETED = "unfinished", "deleted"
 
 
@@ -31,17 +33,17 @@ def start(path: Path, kin: str) -> Path:
 def finish(unfinished: Path, path: Path) -> None:
     """Give a filled folder its name; an older folder of that name vanishes in the same instant."""
     for file in unfinished.iterdir():
-        sync(file)
-    sync(unfinished)
+        sync_path(file)
+    sync_path(unfinished)
     try:
         unfinished.rename(path)  # also over an empty folder
     except OSError:
         if not path.is_dir():
             raise
         exchange(unfinished, path)
-        sync(path.parent)
+        sync_path(path.parent)
         discard(unfinished)  # it holds the older one now
-    sync(path.parent)
+    sync_path(path.parent)
 
 
 def discard(unfinished: Path) -> None:
@@ -59,15 +61,6 @@ def remove(path: Path) -> None:
 
 def hidden(path: Path, word: str) -> Path:
     return path.with_name(f".{path.name}.{word}-{secrets.token_hex(4)}")
-
-
-def sync(path: Path) -> None:
-    """Have the system put a file, or the names in a folder, on the disk itself."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def exchange(one: Path, other: Path) -> None:

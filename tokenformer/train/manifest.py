@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tokenformer.train.folder import sync
+from tokenformer.data.shards import sync_path
 from tokenformer.train.ranks import CheckpointError, Ranks
 from tokenformer.train.storage import SUFFIX
 
@@ -21,7 +21,7 @@ def entries(folder: Path, name: str) -> Entries:
     if not file.exists():
         return {}
     with ThreadPoolExecutor(1) as aside:  # the disk and the processor at once
-        syncing = aside.submit(sync, file)
+        syncing = aside.submit(sync_path, file)
         digest = sha256(file)
         syncing.result()
     return {name: {"size": file.stat().st_size, "sha256": digest}}
