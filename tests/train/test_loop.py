@@ -115,3 +115,8 @@ def test_validation_counts_every_held_out_sequence_once():
     with torch.no_grad():
         whole = loop.task.module(torch.cat(loop.held_out)).item() / (6 * 16)
     assert loop.validate() == pytest.approx(whole, rel=1e-6)
+
+
+def test_the_held_out_sequences_do_not_depend_on_the_micro_batch():
+    one, other = (torch.cat(make_loop(micro_batch_size=size).held_out) for size in (1, 4))
+    assert torch.equal(one, other)

@@ -128,10 +128,14 @@ class SplitWriter:
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
+    write_whole(path, json.dumps(document, indent=2) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
     """Whole or not at all, and on the disk when this returns."""
     unfinished = path.with_name(f".{path.name}.tmp")
     with unfinished.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(document, indent=2) + "\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)

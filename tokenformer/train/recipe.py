@@ -8,6 +8,7 @@ import torch
 import yaml
 
 from tokenformer.data.corpus import Corpus
+from tokenformer.data.shards import write_whole
 from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
 from tokenformer.models.language import TokenformerForCausalLM, TransformerForCausalLM
 from tokenformer.train.options import ModelOptions, Recipe
@@ -82,9 +83,7 @@ def record(recipe: Recipe, folder: Path) -> None:
                         f"{before.get(section, {}).get(name)!r}, not {value!r}; name another --out"
                     )
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{CONFIG}")
-    unfinished.write_text(yaml.safe_dump(plain(written), sort_keys=False))
-    unfinished.replace(path)
+    write_whole(path, yaml.safe_dump(plain(written), sort_keys=False))
 
 
 def plain(value: Any) -> Any:

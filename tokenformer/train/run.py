@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tokenformer.data.shards import write_whole
 from tokenformer.train import checkpoint
 from tokenformer.train.background import AsyncSaver
 from tokenformer.train.curve import draw_loss
@@ -226,6 +227,4 @@ def read_metrics(path: Path) -> list[Row]:
 def cut_metrics(path: Path, step: int) -> None:
     """Drop the rows of steps that will be made again."""
     kept = [row for row in read_metrics(path) if row["step"] <= step]
-    unfinished = path.with_name(f".{path.name}")
-    unfinished.write_text("".join(json.dumps(row) + "\n" for row in kept))
-    unfinished.replace(path)
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))

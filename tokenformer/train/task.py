@@ -82,13 +82,11 @@ class LanguageTask:
         )
 
     def validation(self, batch_size: int, count: int) -> list[Tensor]:
-        batches = fixed_batches(
-            self.validation_tokens,
-            batch_size=batch_size,
-            length=self.length,
-            count=-(-count // batch_size),
+        # One by one, so that which windows they are does not depend on the batch size.
+        samples = fixed_batches(
+            self.validation_tokens, batch_size=1, length=self.length, count=count
         )
-        return list(torch.cat(batches)[:count].split(batch_size))
+        return list(torch.cat(samples).split(batch_size))
 
     def describe(self, loss: float) -> dict[str, float]:
         return {"val_bpb": loss / math.log(2) / self.bytes_per_token}
