@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from tokenformer.models.registration import register_when_imported
 
 if TYPE_CHECKING:
+    from tokenformer.growth.optimizer_state import grow_optimizer
+    from tokenformer.growth.tokens import grow
     from tokenformer.layers import (
         Pattention,
         TokenformerDecoderLayer,
@@ -42,6 +44,8 @@ _HOMES = {
     "TransformerConfig": "tokenformer.models.configuration",
     "TransformerModel": "tokenformer.models.language",
     "TransformerForCausalLM": "tokenformer.models.language",
+    "grow": "tokenformer.growth.tokens",
+    "grow_optimizer": "tokenformer.growth.optimizer_state",
 }
 
 __all__ = [
@@ -54,6 +58,8 @@ __all__ = [
     "TransformerConfig",
     "TransformerForCausalLM",
     "TransformerModel",
+    "grow",
+    "grow_optimizer",
     "pattention",
 ]
 

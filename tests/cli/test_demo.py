@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from tokenformer.cli.demo import printable
 from tokenformer.cli.errors import InputError
 from tokenformer.cli.folder import new_folder
+from tokenformer.cli.terminal import printable
 
 COMMAND = [sys.executable, "-m", "tokenformer", "demo"]
 
@@ -73,7 +73,9 @@ def test_an_interrupted_demo_says_so_and_leaves_nothing_behind(tmp_path):
         text=True,
     )
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob(".kept-*/metrics.jsonl")) and time.monotonic() < deadline:
+    while (
+        not list(tmp_path.glob(".kept.unfinished-*/metrics.jsonl")) and time.monotonic() < deadline
+    ):
         time.sleep(0.1)
     assert list(tmp_path.iterdir()), "it works beside its final name"
     running.send_signal(signal.SIGINT)

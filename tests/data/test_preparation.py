@@ -140,6 +140,29 @@ def test_a_few_documents_are_never_all_on_one_side(make, tmp_path, seed):
     assert all_documents(make(tmp_path / "one.jsonl", seed=seed)) == {"train": DOCUMENTS[:1]}
 
 
+def test_so_many_documents_and_no_more_also_after_an_interruption(make, tmp_path, monkeypatch):
+    (tmp_path / "all.jsonl").write_bytes(jsonl(DOCUMENTS))
+    (tmp_path / "few.jsonl").write_bytes(jsonl(DOCUMENTS[:50]))
+    few = make(tmp_path / "few.jsonl")
+    assert few.index["splits"] == make(tmp_path / "all.jsonl", documents=50).index["splits"]
+    assert make(tmp_path / "few.jsonl", documents=51).index["splits"] == few.index["splits"]
+
+    monkeypatch.setattr("tokenformer.data.preparation.CHUNK", 300)
+    monkeypatch.setattr("tokenformer.data.preparation.SYNC_SECONDS", 0.0)
+    request, out = Request(str(tmp_path / "all.jsonl"), documents=50), tmp_path / "interrupted"
+    calls = iter(range(100))
+
+    def interrupt(standing):
+        if next(calls) in (3, 7):
+            raise KeyboardInterrupt
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            prepare(request, out, on_standing=interrupt)
+    prepare(request, out, on_standing=interrupt)
+    assert Corpus(out).index["splits"] == few.index["splits"]
+
+
 def test_the_share_held_out_is_the_share_asked_for(make, tmp_path):
     documents = [f"text number {number}" for number in range(20_000)]
     (tmp_path / "many.jsonl").write_bytes(jsonl(documents))

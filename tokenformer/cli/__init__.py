@@ -23,6 +23,9 @@ RECIPE = "recipe"
 
 VERBS = {
     "demo": "tokenformer.cli.demo:demo",
+    "evaluate": "tokenformer.cli.evaluate:evaluate",
+    "generate": "tokenformer.cli.generate:generate",
+    "grow": "tokenformer.cli.grow:grow",
     "inspect": "tokenformer.cli.inspect:inspect",
     "prepare": "tokenformer.cli.prepare:prepare",
     "train": "tokenformer.cli.train:train",

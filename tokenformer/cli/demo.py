@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenformer.cli.errors import InputError
 from tokenformer.cli.folder import new_folder
+from tokenformer.cli.terminal import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -148,12 +149,3 @@ def speak(model: Any, length: int, seed: int) -> str:
         temperature=0.6,
     )
     return str(tokenizer.decode(written[0], skip_special_tokens=True))
-
-
-def printable(text: str, encoding: str) -> str:
-    """What a model writes may hold anything: control characters, which steer a terminal, and
-    characters that its encoding does not have."""
-    shown = "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
-    return shown.encode(encoding, errors="replace").decode(encoding)

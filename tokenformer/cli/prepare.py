@@ -29,6 +29,7 @@ def prepare(
     subset: str | None = None,
     validation: float | None = None,
     seed: int = 0,
+    documents: int | None = None,
     shard_tokens: int = 1 << 28,
     workers: int | None = None,
     json: bool = False,
@@ -50,6 +51,7 @@ def prepare(
         validation: Fraction of the documents to hold out; by default 0.05, of enwik8 and text8
             their standard split, and none if the corpus has a validation split of its own.
         seed: Seed of the division into splits.
+        documents: Read no more than so many documents, for a small part of a large corpus.
         shard_tokens: Tokens in a shard.
         workers: Processes that encode; by default one a core.
         json: Print the index as JSON.
@@ -71,6 +73,7 @@ def prepare(
         subset=subset,
         validation=validation,
         seed=seed,
+        documents=documents,
         shard_tokens=shard_tokens,
     )
     console = Console(highlight=False, stderr=json, soft_wrap=True)

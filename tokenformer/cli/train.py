@@ -1,6 +1,7 @@
 """`tokenformer train`: a recipe file becomes a run, on one core or under torchrun."""
 
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def train(
 
     from tokenformer.data.errors import DataError
     from tokenformer.train.distribution import process_group
+    from tokenformer.train.lock import locked
     from tokenformer.train.loop import PRECISIONS
     from tokenformer.train.peak import matmul_peak
     from tokenformer.train.progress import progress
@@ -54,13 +56,18 @@ def train(
     from tokenformer.train.run import Run, StoppedError
     from tokenformer.train.spikes import TrainingError
 
-    with process_group() as ranks:
+    with ExitStack() as stack:
+        ranks = stack.enter_context(process_group())
+        torch.manual_seed(run.seed)
         console = Console(highlight=False, quiet=not ranks.first)
         try:
             if ranks.first:
+                stack.enter_context(locked(folder))
                 record(whole, folder)
             task, tokenizer = build_task(whole)
             job = Run(folder, whole, task, tokenizer, lambda line: console.print(line))
+        except BlockingIOError as error:
+            raise InputError(str(error.strerror)) from None
         except (DataError, ValueError, OSError) as error:
             raise InputError(" ".join(str(error).split())) from None
         console.print(

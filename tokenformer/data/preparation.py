@@ -24,6 +24,7 @@ from tokenformer.data.documents import (
     WHOLE,
     Division,
     Parts,
+    Piece,
     Position,
     parts_of,
     read_pieces,
@@ -64,6 +65,8 @@ class Request:
     """Fraction of the documents to hold out; None: as is standard for the corpus, else 0.05."""
     seed: int = 0
     """Of the division."""
+    documents: int | None = None
+    """Read no more than so many."""
     shard_tokens: int = 1 << 28
 
     def check(self) -> None:
@@ -71,6 +74,8 @@ class Request:
             raise DataError(f"--validation {self.validation} must be at least 0 and below 1")
         if not 0 <= self.seed < 2**63:
             raise DataError(f"--seed {self.seed} must be a whole number from 0 to {2**63 - 1}")
+        if self.documents is not None and self.documents < 1:
+            raise DataError(f"--documents {self.documents} must be at least 1")
         if self.shard_tokens < 1:
             raise DataError(f"--shard_tokens {self.shard_tokens} must be at least 1")
         check_tokenizer(self.tokenizer, self.vocab_size)
@@ -224,7 +229,7 @@ class Preparation:
             before.append(total)
             total += source.size
         chunk = Chunk()
-        for piece in read_pieces(self.sources, self.request.text_field, self.parts, after):
+        for piece in self.pieces(after):
             if piece.starts:
                 split = piece.split or self.split_of(piece.position.source, piece.text)
             chunk.add(piece.text, piece.ends, split)
@@ -235,6 +240,18 @@ class Preparation:
                 chunk = Chunk()
         if chunk.texts:
             yield chunk
+
+    def pieces(self, after: Position | None) -> Iterator[Piece]:
+        """The corpus after a position, up to as many documents as are asked for."""
+        left = self.request.documents
+        if left is not None and after is not None:
+            left -= sum(state["documents"] for state in self.journal["splits"].values())
+        for piece in read_pieces(self.sources, self.request.text_field, self.parts, after):
+            if left is not None and left <= 0:
+                return
+            yield piece
+            if left is not None:
+                left -= piece.ends
 
     def split_of(self, source: int, text: bytes) -> str:
         split = self.sources[source].split or "train"
@@ -284,10 +301,9 @@ class Preparation:
 
     def start_anew(self) -> None:
         """Hold out the one document whose hash is the smallest; of a single document, nothing."""
-        pieces = read_pieces(self.sources, self.request.text_field, self.parts, None)
         hashes = {
             self.division.hash_of(piece.text)
-            for piece in pieces
+            for piece in self.pieces(None)
             if piece.starts and self.sources[piece.position.source].split in (None, "train")
         }
         for writer in self.writers.values():
@@ -340,6 +356,7 @@ def settings_of(request: Request, sources: list[Source]) -> dict[str, Any]:
         "text_field": request.text_field,
         "validation": request.validation,
         "seed": request.seed,
+        "documents": request.documents,
         "shard_tokens": request.shard_tokens,
         "sources": [source.identity() for source in sources],
     }

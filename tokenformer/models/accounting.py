@@ -36,10 +36,12 @@ def count_parameters(config: LanguageConfig) -> dict[str, int]:
     """Learned numbers by part; a part the model does not have counts zero."""
     d, vocabulary = config.hidden_size, config.vocab_size
     learned_positions = config.positions == "learned"
+    learned_scales = isinstance(config, TokenformerConfig) and config.learned_scale
     return {
         "embedding": vocabulary * d,
         "positions": config.max_position_embeddings * d if learned_positions else 0,
         **_projection_parameters(config),
+        "scales": len(PROJECTIONS) * config.num_hidden_layers if learned_scales else 0,
         "norms": d
         * (
             2 * config.num_hidden_layers * _norm_vectors(config.norm_parameters)

@@ -29,6 +29,7 @@ CHOICES: dict[str, tuple[str | bool, ...]] = {
     "hidden_act": ("gelu", "gelu_tanh"),
     "theta": ("l2_gelu", "gelu_l2", "l1_gelu", "softmax"),
     "mlp": ("gelu", "swiglu"),
+    "learned_scale": (True, False),
     "tie_word_embeddings": (True, False),
     "use_cache": (True, False),
 }
@@ -205,6 +206,7 @@ class TokenformerConfig(LanguageConfig):
         q_tokens, k_tokens, v_tokens: override `qkv_tokens` for one projection.
         scale_tokens: the scale of every layer that does not have its token count for scale, as
             growth leaves it: `{"q" | "k" | "v" | "o" | "ffn": [a float or null per layer]}`.
+        learned_scale: whether the scales are parameters; those above are then their first values.
         theta, theta_eps: the modified softmax and what is added to its norm.
     """
 
@@ -218,6 +220,7 @@ class TokenformerConfig(LanguageConfig):
     k_tokens: Tokens | None = None
     v_tokens: Tokens | None = None
     scale_tokens: dict[str, list[float | None]] | None = None
+    learned_scale: bool = False
     theta: str = "l2_gelu"
     theta_eps: float = FOLLOWS
 

@@ -128,6 +128,8 @@ class LanguagePreTrainedModel(PreTrainedModel):
             init.normal_(module.key_tokens, std=std if released else module.in_features**-0.5)
             value_std = residual_std if released else module.num_tokens**-0.5
             init.normal_(module.value_tokens, std=value_std)
+            if isinstance(module.scale_tokens, nn.Parameter):
+                init.constant_(module.scale_tokens, module.first_scale)
         elif isinstance(module, nn.Linear):
             released_std = residual_std if hasattr(module, "writes_to_residual") else std
             init.normal_(module.weight, std=released_std if released else module.in_features**-0.5)
@@ -275,15 +277,18 @@ def tokenformer_projections(config: TokenformerConfig, layer: int) -> list[nn.Mo
     d, kv = config.hidden_size, config.key_value_size
 
     def tokens(name: str, out_features: int) -> Pattention:
-        return Pattention(
+        scale = config.scale(name, layer)
+        made = Pattention(
             d,
             out_features,
             config.tokens(name, layer),
             theta=config.theta,
-            scale_tokens=config.scale(name, layer),
+            scale_tokens=nn.Parameter(torch.tensor(scale)) if config.learned_scale else scale,
             approximate=config.approximate,
             eps=config.theta_eps,
         )
+        made.first_scale = scale  # for `_init_weights`, where the parameter has no value yet
+        return made
 
     return [tokens("q", d), tokens("k", kv), tokens("v", kv), tokens("o", d), tokens("ffn", d)]
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tokenformer.train.ranks import Ranks
+from tokenformer.train.weights import draw_weights
 
 
 @contextmanager
@@ -41,16 +42,20 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-def distribute(module: nn.Module, parallel: str) -> nn.Module:
-    """`module` as it is to be called: replicated or sharded over the ranks, or as it is."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return module
-    if parallel == "fsdp":
+def distribute(model: Any, module: nn.Module, parallel: str, seed: int) -> nn.Module:
+    """`module`, which trains `model`, as it is to be called: on this process's device, replicated
+    or sharded over the ranks. A model on the meta device gets its first weights, by `seed`."""
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    has_weights = not any(parameter.is_meta for parameter in model.parameters())
+    if has_weights:
+        model.to(device())
+    if parallel == "fsdp" and not alone:
         for layer in blocks(module):
             fully_shard(layer)
         fully_shard(module)
-        return module
-    return DistributedDataParallel(module)
+    if not has_weights:
+        draw_weights(model, seed, device())
+    return module if alone or parallel == "fsdp" else DistributedDataParallel(module)
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
@@ -76,3 +81,12 @@ def total(value: float) -> float:
     box = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(box)
     return box.item()
+
+
+def largest(value: int) -> int:
+    """The largest over all ranks, the same on each."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    box = torch.tensor(value)
+    dist.all_reduce(box, dist.ReduceOp.MAX)
+    return int(box.item())

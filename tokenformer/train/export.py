@@ -1,5 +1,6 @@
 """The model of a run as a Hugging Face folder, which `AutoModelForCausalLM` loads."""
 
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def export(model: nn.Module, tokenizer: Any, folder: Path) -> Path:
             whole[name.removeprefix("model.")] = full.cpu()
     with ranks.together(task):
         if ranks.first:
-            unfinished = folders.start(path, kin=path.name)
+            unfinished = folders.start(path, kin=escape(path.name))
             try:
                 write(unwrap(model), whole, tokenizer, unfinished)
                 folders.finish(unfinished, path)

@@ -32,8 +32,8 @@ def start(path: Path, kin: str) -> Path:
 
 def finish(unfinished: Path, path: Path) -> None:
     """Give a filled folder its name; an older folder of that name vanishes in the same instant."""
-    for file in unfinished.iterdir():
-        sync_path(file)
+    for path_inside in unfinished.rglob("*"):
+        sync_path(path_inside)
     sync_path(unfinished)
     try:
         unfinished.rename(path)  # also over an empty folder

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tokenformer.train.average import WeightAverage
 from tokenformer.train.distribution import device, distribute, hold_gradients, total
 from tokenformer.train.metrics import Row
 from tokenformer.train.optimizer import make_optimizer, set_rate
@@ -55,11 +56,11 @@ class Loop:
                 "processes that share it"
             )
         self.device = device()
-        task.model.to(self.device)
         if run.activation_checkpointing:
             task.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.module = distribute(task.module, run.parallel)
+        self.module = distribute(task.model, task.module, run.parallel, run.seed)
         self.optimizer = make_optimizer(task.model, optimizer)
+        self.average = WeightAverage(task.model, run.ema) if run.ema is not None else None
         self.call = torch.compile(self.module) if run.compile else self.module
         # fp16 gradients underflow; they are computed of a loss made larger, and divided again.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=run.precision == "fp16")
@@ -91,6 +92,8 @@ class Loop:
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.progress.step = step
+            if self.average is not None:
+                self.average.update(step)
         else:
             row["problem"] = problem
         self.optimizer.zero_grad()
@@ -145,15 +148,20 @@ class Loop:
         """Mean loss over the held-out samples, shared among the ranks."""
         self.task.model.eval()
         summed, samples = 0.0, sum(len(batch) for batch in self.held_out)
-        for place, batch in enumerate(self.held_out):
-            # Every rank calls the model equally often: sharded models wait for each other.
-            mine = place % self.ranks.count == self.ranks.index
-            if mine or self.run.parallel == "fsdp":
-                with self.autocast():
-                    loss = self.module(batch.to(self.device)).item()
-                summed += loss if mine else 0.0
+        with self.averaged():
+            for place, batch in enumerate(self.held_out):
+                # Every rank calls the model equally often: sharded models wait for each other.
+                mine = place % self.ranks.count == self.ranks.index
+                if mine or self.run.parallel == "fsdp":
+                    with self.autocast():
+                        loss = self.module(batch.to(self.device)).item()
+                    summed += loss if mine else 0.0
         self.task.model.train()
         return total(summed) / (samples * self.task.tokens_per_sample)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """The model as it is validated and exported: with the average of its weights, if any."""
+        return nullcontext() if self.average is None else self.average.in_place()
 
     def autocast(self) -> AbstractContextManager[None]:
         dtype = PRECISIONS.get(self.run.precision)

@@ -85,6 +85,9 @@ class RunOptions:
     """Sequences per step, over all processes and accumulation: the global batch."""
     micro_batch_size: int | None = None
     """Sequences a process holds at once; the rest is accumulated. By default all of its share."""
+    ema: float | None = None
+    """Decay of a moving average of the weights, such as 0.999; the average is what is validated and
+    exported. By default there is none."""
     seed: int = 0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     compile: bool = False
@@ -109,6 +112,8 @@ class RunOptions:
         require(self, 0, "seed")
         if self.micro_batch_size is not None:
             require(self, 1, "micro_batch_size")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(f"ema={self.ema} must be between 0 and 1, or null")
         if not self.spike_factor > 1:
             raise ValueError(f"spike_factor={self.spike_factor} must be above 1")
 

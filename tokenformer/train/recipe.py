@@ -24,7 +24,8 @@ FIXED = ("model", "data")
 
 
 def build_task(recipe: Recipe) -> tuple[LanguageTask, Any]:
-    """The task of a recipe, with fresh weights or those it starts from, and its tokenizer."""
+    """The task of a recipe and its tokenizer. A fresh model is on the meta device; `distribute`
+    gives it weights."""
     from transformers import AutoTokenizer
 
     if recipe.data.corpus is None:
@@ -32,7 +33,6 @@ def build_task(recipe: Recipe) -> tuple[LanguageTask, Any]:
     corpus = Corpus(recipe.data.corpus)
     tokenizer = AutoTokenizer.from_pretrained(corpus.tokenizer)
     validation = corpus.split("validation")
-    torch.manual_seed(recipe.run.seed)
     model = build_model(recipe.model, corpus.vocab_size, recipe.data.length, tokenizer)
     task = LanguageTask(
         model,
@@ -65,8 +65,11 @@ def build_model(options: ModelOptions, vocab_size: int, length: int, tokenizer: 
         **options.options,
     }
     if options.preset is not None:
-        return model_class(config_class.from_preset(options.preset, **given))
-    return model_class(config_class(**given))
+        config = config_class.from_preset(options.preset, **given)
+    else:
+        config = config_class(**given)
+    with torch.device("meta"):
+        return model_class(config)
 
 
 def record(recipe: Recipe, folder: Path) -> None:

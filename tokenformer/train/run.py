@@ -16,11 +16,13 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tokenformer.data.shards import write_whole
 from tokenformer.train import checkpoint
 from tokenformer.train.background import AsyncSaver
 from tokenformer.train.curve import draw_loss
+from tokenformer.train.distribution import largest
 from tokenformer.train.export import export
 from tokenformer.train.loop import Loop, Progress
 from tokenformer.train.metrics import Row
@@ -84,7 +86,7 @@ class Run:
                     report(row)
                 self.remember(row)
                 step = self.loop.progress.step
-                stop = int(max(self.ranks.gather(self.stop_signal)))
+                stop = largest(self.stop_signal)
                 if stop or step % self.recipe.run.checkpoint_every == 0 or self.finished:
                     self.save(saver)
                 if stop:
@@ -109,7 +111,9 @@ class Run:
         if path is None:
             return
         model, optimizer = self.loop.task.model, self.loop.optimizer
-        state, _ = checkpoint.load(path, model=model, optimizer=optimizer, hashes=False)
+        state, _ = checkpoint.load(
+            path, model=model, optimizer=optimizer, extra=self.extra, hashes=False
+        )
         self.loop.progress = Progress(**state["progress"])
         self.best = None if state["best"] is None else (state["best"][0], state["best"][1])
         self.loop.watch.recent.extend(state["recent"])
@@ -135,7 +139,15 @@ class Run:
             "threads": torch.get_num_threads(),
         }
         model, optimizer = self.loop.task.model, self.loop.optimizer
-        saver.save(self.checkpoints, model=model, optimizer=optimizer, state=state)
+        saver.save(
+            self.checkpoints, model=model, optimizer=optimizer, state=state, extra=self.extra
+        )
+
+    @property
+    def extra(self) -> dict[str, Tensor]:
+        """The moving average of the weights, where there is one."""
+        average = self.loop.average
+        return {} if average is None else {f"ema.{n}": t for n, t in average.tensors.items()}
 
     def prune(self) -> None:
         best = None if self.best is None else self.best[1]
@@ -171,7 +183,8 @@ class Run:
         write(row)
 
     def conclude(self) -> None:
-        export(self.loop.task.model, self.tokenizer, self.folder / MODEL)
+        with self.loop.averaged():
+            export(self.loop.task.model, self.tokenizer, self.folder / MODEL)
         if self.ranks.first:
             rows = read_metrics(self.folder / METRICS)
             draw_loss(

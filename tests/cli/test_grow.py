@@ -1,0 +1,105 @@
+"""`tokenformer grow`: real folders in, real folders out, or one line and nothing."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tokenformer
+from tests.growth.test_tokens import trained
+from tokenformer.cli import main
+from tokenformer.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path, make_config):
+    model, _ = trained(make_config, vocab_size=VOCAB_SIZE)
+    model.save_pretrained(tmp_path / "small")
+    byte_tokenizer().save_pretrained(tmp_path / "small")
+    return tmp_path / "small"
+
+
+def logits(path):
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(path)(input_ids=torch.arange(40)[None]).logits
+
+
+@pytest.mark.parametrize("shard", ["1KB", "5GB"])
+def test_a_folder_grows_exactly_with_its_tokenizer(folder, tmp_path, capsys, shard):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.save_pretrained(tmp_path / "sharded", max_shard_size=shard)
+    byte_tokenizer().save_pretrained(tmp_path / "sharded")
+    out = tmp_path / "large"
+    sizes = ["--qkv_tokens", "90", "--output_tokens", "90", "--ffn_tokens", "360"]
+    main(["grow", str(tmp_path / "sharded"), *sizes, "--out", str(out)])
+    assert "Kept in" in capsys.readouterr().out
+    assert torch.allclose(logits(out), logits(folder), atol=1e-5)
+    assert AutoTokenizer.from_pretrained(out)("grow")["input_ids"] == list(b"grow")
+    report = json.loads((out / "growth.json").read_text())
+    assert report["max_layer_change"] < 1e-5
+    assert report["max_output_change"] is None
+    grown, _ = tokenformer.grow(model, qkv_tokens=90, output_tokens=90, ffn_tokens=360)
+    stored = AutoModelForCausalLM.from_pretrained(out)
+    for name, parameter in grown.named_parameters():
+        assert torch.equal(parameter, stored.get_parameter(name)), "in memory as on disk"
+    again = tmp_path / "larger"
+    main(
+        ["grow", str(out), "--ffn_tokens", "720", "--init", "clone", "--out", str(again), "--json"]
+    )
+    assert json.loads(capsys.readouterr().out)["init"] == "clone"
+    assert torch.allclose(logits(again), logits(folder), atol=1e-5)
+
+
+def test_to_the_size_of_another_model(folder, tmp_path):
+    main(["grow", str(folder), "--ffn_tokens", "200", "--out", str(tmp_path / "one")])
+    main(["grow", str(folder), "--to", str(tmp_path / "one"), "--out", str(tmp_path / "two")])
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "two").config.ffn_tokens == 200
+
+
+def test_a_half_precision_model_stays_one(folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folder).bfloat16()
+    model.save_pretrained(tmp_path / "half")
+    main(["grow", str(tmp_path / "half"), "--ffn_tokens", "200", "--out", str(tmp_path / "out")])
+    grown = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert grown.dtype == torch.bfloat16
+    assert torch.equal(logits(tmp_path / "out"), logits(tmp_path / "half"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--ffn_tokens", "50", "--out", "new"], "cannot shrink"),
+        (["--to", "354m", "--out", "new"], "cannot change hidden_size from 32 to 768"),
+        (["--ffn_tokens", "200"], "--out is missing"),
+        (["--ffn_tokens", "200", "--out", "small"], "is in use"),
+        (["--out", "new"], "give either a size"),
+        (["--ffn_tokens", "200", "--init", "nil", "--out", "new"], "init='nil' is unknown"),
+        (["--to", "huge", "--out", "new"], "preset 'huge' is unknown"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_refusals_are_one_line_and_leave_nothing(folder, monkeypatch, capsys, arguments, told):
+    monkeypatch.chdir(folder.parent)
+    with pytest.raises(SystemExit) as end:
+        main(["grow", "small", *arguments])
+    error = capsys.readouterr().err
+    assert end.value.code == 2
+    assert error.count("\n") == 1
+    assert told in error
+    assert [path.name for path in folder.parent.iterdir()] == ["small"]
+
+
+def test_what_is_no_model_is_named(tmp_path, folder, capsys):
+    (tmp_path / "empty").mkdir()
+    for source in ("empty", "absent"):
+        with pytest.raises(SystemExit):
+            main(
+                ["grow", str(tmp_path / source), "--ffn_tokens", "9", "--out", str(tmp_path / "x")]
+            )
+        assert "has no config.json" in capsys.readouterr().err
+    (folder / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(SystemExit) as end:
+        main(["grow", str(folder), "--ffn_tokens", "200", "--out", str(tmp_path / "x")])
+    assert end.value.code == 2
+    assert not (tmp_path / "x").exists()

@@ -1,0 +1,113 @@
+"""Two hosts as the kernel plays them: network namespaces joined by a cable, torchrun on each."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.train.test_run import close, finish, losses
+
+ADDRESSES = ("10.211.77.1", "10.211.77.2")
+OPTIONS = ["--run.steps", "300", "--run.checkpoint_every", "20", "--run.validate_every", "100"]
+
+
+class Host:
+    """A network namespace with one address."""
+
+    def __init__(self, name: str, address: str) -> None:
+        self.name, self.address = name, address
+        self.agents: list[subprocess.Popen[str]] = []
+
+    def launch(self, recipe: Path, out: Path, log: Path) -> subprocess.Popen[str]:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+        launcher += ["--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "run"]
+        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29511"]
+        job = ["-m", "tokenformer", "train", str(recipe), "--out", str(out), *OPTIONS]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable"}
+        with log.open("a") as file:
+            agent = subprocess.Popen(
+                ["ip", "netns", "exec", self.name, *launcher, "--local-addr", self.address, *job],
+                stdout=file,
+                stderr=file,
+                text=True,
+                env=environment,
+            )
+        self.agents.append(agent)
+        return agent
+
+    def kill(self) -> None:
+        """Power off: the agent first, then whatever else runs there."""
+        for agent in self.agents:
+            agent.kill()
+            agent.wait()
+        pids = run("ip", "netns", "pids", self.name).stdout.split()
+        for pid in pids:
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True, check=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Host]]:
+    if shutil.which("ip") is None:
+        pytest.skip("needs the command `ip` to make network namespaces")
+    names = [f"tokenformer-{os.getpid()}-{letter}" for letter in "ab"]
+    made: list[Host] = []
+    try:
+        try:
+            for name, address in zip(names, ADDRESSES, strict=True):
+                run("ip", "netns", "add", name)
+                made.append(Host(name, address))
+                run("ip", "-n", name, "link", "set", "lo", "up")
+            cable = ["link", "add", "cable", "netns", names[0], "type", "veth"]
+            run("ip", *cable, "peer", "name", "cable", "netns", names[1])
+            for host in made:
+                run("ip", "-n", host.name, "addr", "add", f"{host.address}/24", "dev", "cable")
+                run("ip", "-n", host.name, "link", "set", "cable", "up")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"this machine permits no network namespaces: {error.stderr.strip()}")
+        yield made
+    finally:
+        for host in made:
+            host.kill()
+            run("ip", "netns", "delete", host.name)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {seconds:.0f} s"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_host_that_dies_and_comes_back_leaves_the_run_as_if_nothing_was(recipe, tmp_path, hosts):
+    alone = tmp_path / "alone"
+    assert finish(recipe, alone, *OPTIONS).returncode == 0
+
+    out = tmp_path / "together"
+    logs = [tmp_path / f"{host.name}.log" for host in hosts]
+    first = hosts[0].launch(recipe, out, logs[0])
+    hosts[1].launch(recipe, out, logs[1])
+    checkpoints = out / "checkpoints"
+    try:
+        wait_for(lambda: len([*checkpoints.glob("step-*")]) > 0, 120, "checkpoint")
+        hosts[1].kill()
+        assert first.poll() is None, "the other host's agent lives on"
+        assert not (out / "model").exists(), "the run was not over yet"
+        second = hosts[1].launch(recipe, out, logs[1])
+        for agent in (first, second):
+            assert agent.wait(timeout=240) == 0
+    except AssertionError:
+        sys.stderr.write("\n".join(log.read_text()[-3000:] for log in logs))
+        raise
+    assert close(losses(out), losses(alone))
+    assert (out / "model" / "config.json").exists()

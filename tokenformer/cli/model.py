@@ -1,0 +1,37 @@
+"""A model for a verb that uses one: a folder or a hub name, with its tokenizer."""
+
+from pathlib import Path
+from typing import Any
+
+from tokenformer.cli.errors import InputError
+
+
+def load_model(name: str) -> tuple[Any, Any]:
+    """Any Hugging Face causal language model, in eval mode on the best device, and its tokenizer.
+
+    No code that a folder may bring is run.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    import tokenformer  # noqa: F401  # so that the Auto classes know ours
+    from tokenformer.train.distribution import device
+
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").exists():
+        inside = next((p for p in (folder / "model", folder) if (p / "config.json").exists()), None)
+        if inside is None:
+            raise InputError(f"{name} has no config.json; give a model folder or a hub name")
+        name = str(inside)
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name).to(device()).eval()
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise InputError(f"{name} cannot be loaded: {lines[0]}") from None
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    return model, tokenizer

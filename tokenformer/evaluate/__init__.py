@@ -1,0 +1,1 @@
+"""Evaluation: perplexity on prepared shards or raw text."""

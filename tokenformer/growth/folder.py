@@ -1,0 +1,90 @@
+"""Growing a model on disk: from one Hugging Face folder to another, a tensor at a time.
+
+The old model is read through a memory map, one layer at a time, so that no more is held than the
+new model and one layer of the old.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from tokenformer.growth.plan import target_sizes
+from tokenformer.growth.report import GrowthReport
+from tokenformer.growth.tokens import TokenGrowth
+from tokenformer.models.configuration import TokenformerConfig, Tokens
+from tokenformer.models.language import TokenformerForCausalLM
+
+REPORT = "growth.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+"""What belongs to a model folder and does not change when the model grows."""
+
+
+class StoredTensors:
+    """The tensors of a model folder by name, read when they are asked for."""
+
+    def __init__(self, folder: Path, files: ExitStack) -> None:
+        if (folder / INDEX).exists():
+            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        else:
+            names = [WEIGHTS]
+        self.homes: dict[str, Any] = {}
+        for name in names:
+            if Path(name).name != name:  # whatever an index from elsewhere may say
+                raise ValueError(f"{folder / INDEX} names a file outside the folder: {name}")
+            file = files.enter_context(safe_open(folder / name, framework="pt"))
+            self.homes |= dict.fromkeys(file.keys(), file)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.homes)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self.homes[name].get_tensor(name)
+        return tensor
+
+
+@contextmanager
+def stored_tensors(folder: Path) -> Iterator[StoredTensors]:
+    with ExitStack() as files:
+        yield StoredTensors(folder, files)
+
+
+def grow_folder(
+    source: Path,
+    out: Path,
+    to: str | TokenformerConfig | None = None,
+    *,
+    init: str = "zero",
+    scale: str | None = None,
+    seed: int = 0,
+    **tokens: Tokens,
+) -> GrowthReport:
+    """As `grow`, from the model folder `source` to `out`, with the tokenizer and the report."""
+    config = TokenformerConfig.from_pretrained(source)
+    sizes = target_sizes(config, to, tokens)
+    growth = TokenGrowth(TokenformerForCausalLM, config, sizes, init=init, scale=scale, seed=seed)
+    with stored_tensors(source) as stored:
+        tensors = growth.tensors(stored.__getitem__, stored.names)
+    growth.build(tensors).save_pretrained(out)
+    for name in COMPANIONS:
+        if (source / name).exists():
+            shutil.copyfile(source / name, out / name)
+    report = growth.report()
+    report.save(out / REPORT)
+    return report

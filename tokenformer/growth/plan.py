@@ -1,0 +1,94 @@
+"""What a TokenFormer is to become: token counts by projection and layer, and the grown config.
+
+Growth adds tokens. A plan refuses fewer, and another width or depth.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenformer.models.configuration import PROJECTIONS, TokenformerConfig, Tokens
+
+Place = tuple[str, int]
+"""A projection (q, k, v, o or ffn) and the number of its layer."""
+Sizes = dict[Place, int]
+"""Tokens by place."""
+
+FIXED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+
+def sizes_of(config: TokenformerConfig) -> Sizes:
+    return {
+        (projection, layer): config.tokens(projection, layer)
+        for projection in PROJECTIONS
+        for layer in range(config.num_hidden_layers)
+    }
+
+
+def target_sizes(
+    config: TokenformerConfig, to: str | TokenformerConfig | None, tokens: Mapping[str, Tokens]
+) -> Sizes:
+    """The token counts asked for, by a size (a preset's name or a configuration) or one by one."""
+    if (to is None) == (not tokens):
+        raise ValueError("give either a size to grow to or numbers of tokens, such as ffn_tokens")
+    if to is None:
+        present: dict[str, Any] = {
+            name: getattr(config, name)
+            for name in ("qkv_tokens", "output_tokens", "ffn_tokens", "q_tokens", "k_tokens")
+        } | {"v_tokens": config.v_tokens}
+        if "qkv_tokens" in tokens:  # one number for the three, unless one is named too
+            present |= {"q_tokens": None, "k_tokens": None, "v_tokens": None}
+        changed = {**present, **tokens}
+        to = TokenformerConfig(
+            **{name: getattr(config, name) for name in (*FIXED, "rotary_fraction")}, **changed
+        )
+    elif isinstance(to, str):
+        to = TokenformerConfig.from_preset(to)
+    for name in FIXED:
+        before, after = getattr(config, name), getattr(to, name)
+        if before != after:
+            raise ValueError(
+                f"growth adds tokens; it cannot change {name} from {before} to {after}"
+            )
+    before, after = sizes_of(config), sizes_of(to)
+    for (projection, layer), size in after.items():
+        if size < before[projection, layer]:
+            raise ValueError(
+                f"{projection} of layer {layer} has {before[projection, layer]} tokens, more than "
+                f"{size}; growth cannot shrink a model, tokenformer.prune can"
+            )
+    return after
+
+
+def grown_config(
+    config: TokenformerConfig,
+    sizes: Sizes,
+    scales: Mapping[Place, float] | None = None,
+    *,
+    learned_scale: bool = False,
+) -> TokenformerConfig:
+    """`config` with other token counts and scales, and nothing else changed."""
+    options = config.to_dict()
+    layers = range(config.num_hidden_layers)
+    counts = {p: simplest([sizes[p, layer] for layer in layers]) for p in PROJECTIONS}
+    options |= {"output_tokens": counts["o"], "ffn_tokens": counts["ffn"]}
+    same = counts["q"] == counts["k"] == counts["v"]
+    options["qkv_tokens"] = counts["q"]
+    for projection in "qkv":
+        options[f"{projection}_tokens"] = None if same else counts[projection]
+    own = {p: [own_scale(p, layer, sizes, scales or {}) for layer in layers] for p in PROJECTIONS}
+    own = {p: values for p, values in own.items() if any(v is not None for v in values)}
+    options["scale_tokens"] = own or None
+    options["learned_scale"] = learned_scale
+    return type(config).from_dict(options)
+
+
+def simplest(counts: list[int]) -> Tokens:
+    return counts[0] if len(set(counts)) == 1 else counts
+
+
+def own_scale(
+    projection: str, layer: int, sizes: Sizes, scales: Mapping[Place, float]
+) -> float | None:
+    """The scale of a place, unless it is its number of tokens."""
+    scale = scales.get((projection, layer))
+    return None if scale == sizes[projection, layer] else scale

@@ -1,0 +1,43 @@
+"""A moving average of the weights (EMA): where there is one, it is validated and exported.
+
+Early on the average forgets faster, so that it does not drag the fresh weights along: at step t its
+decay is at most (1 + t) / (10 + t).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class WeightAverage:
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.parameters = dict(model.named_parameters())
+        self.tensors: dict[str, Tensor] = {
+            name: parameter.detach().clone() for name, parameter in self.parameters.items()
+        }
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after optimizer step number `step`, counted from 1."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_(
+            list(self.tensors.values()), list(self.parameters.values()), 1.0 - decay
+        )
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model with the average as its weights, for the length of a block."""
+        aside = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        self.fill(self.tensors)
+        try:
+            yield
+        finally:
+            self.fill(aside)
+
+    @torch.no_grad()
+    def fill(self, tensors: dict[str, Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.copy_(tensors[name])
