@@ -21,11 +21,13 @@ from tokenformer.cli.errors import InputError
 RECIPE = "recipe"
 """The parameter of a verb whose options can come from a YAML file."""
 
+# A function may not have the name of one in `tokenformer` itself: jsonargparse would look that up,
+# and so import torch.
 VERBS = {
     "demo": "tokenformer.cli.demo:demo",
     "evaluate": "tokenformer.cli.evaluate:evaluate",
     "generate": "tokenformer.cli.generate:generate",
-    "grow": "tokenformer.cli.grow:grow",
+    "grow": "tokenformer.cli.grow:grow_model",
     "inspect": "tokenformer.cli.inspect:inspect",
     "prepare": "tokenformer.cli.prepare:prepare",
     "train": "tokenformer.cli.train:train",

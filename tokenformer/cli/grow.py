@@ -8,7 +8,7 @@ from tokenformer.cli.errors import InputError
 from tokenformer.cli.folder import new_folder
 
 
-def grow(
+def grow_model(
     model: Path,
     to: str | None = None,
     out: Path | None = None,

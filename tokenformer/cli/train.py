@@ -46,8 +46,8 @@ def train(
     from rich.console import Console
 
     from tokenformer.data.errors import DataError
+    from tokenformer.data.lock import locked
     from tokenformer.train.distribution import process_group
-    from tokenformer.train.lock import locked
     from tokenformer.train.loop import PRECISIONS
     from tokenformer.train.peak import matmul_peak
     from tokenformer.train.progress import progress
@@ -66,8 +66,10 @@ def train(
                 record(whole, folder)
             task, tokenizer = build_task(whole)
             job = Run(folder, whole, task, tokenizer, lambda line: console.print(line))
-        except BlockingIOError as error:
-            raise InputError(str(error.strerror)) from None
+        except BlockingIOError:
+            raise InputError(
+                f"another process is training in {folder}; wait for it, or name another --out"
+            ) from None
         except (DataError, ValueError, OSError) as error:
             raise InputError(" ".join(str(error).split())) from None
         console.print(

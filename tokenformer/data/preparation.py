@@ -7,13 +7,11 @@ disk reach. `index.json` comes last, and only then is there a corpus (`corpus.Co
 depends on the corpus and the settings alone, not on the number of processes or on interruptions.
 """
 
-import fcntl
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from tokenformer.data.documents import (
 )
 from tokenformer.data.encoding import ByteEncoder, Chunk, Encoder, TokenizerEncoder, encoded
 from tokenformer.data.errors import DataError
+from tokenformer.data.lock import locked
 from tokenformer.data.shards import SplitWriter, sync_path, write_json
 from tokenformer.data.sources import SPLITS, Source, exists, find_sources, is_binary
 from tokenformer.data.token_ids import dtype_for
@@ -427,16 +426,11 @@ def check_apart(corpus: str, out: Path) -> None:
 @contextmanager
 def claimed(out: Path) -> Iterator[None]:
     """The folder, made if need be, and kept from other processes for as long as this one runs."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        handle = os.open(out, os.O_RDONLY)
-    except OSError as error:
-        raise DataError(f"--out {out} cannot be made: {error.strerror}") from None
-    try:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(locked(out))
         except BlockingIOError:
             raise DataError(f"--out {out} is being filled by another process") from None
+        except OSError as error:
+            raise DataError(f"--out {out} cannot be made: {error.strerror}") from None
         yield
-    finally:
-        os.close(handle)

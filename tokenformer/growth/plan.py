@@ -1,8 +1,10 @@
-"""What a TokenFormer is to become: token counts by projection and layer, and the grown config.
+"""What a TokenFormer is to become: token counts by projection and layer, and the new config.
 
-Growth adds tokens. A plan refuses fewer, and another width or depth.
+Growth adds tokens, pruning drops them. A plan refuses what goes the other way, and another width or
+depth.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,16 +33,7 @@ def target_sizes(
     if (to is None) == (not tokens):
         raise ValueError("give either a size to grow to or numbers of tokens, such as ffn_tokens")
     if to is None:
-        present: dict[str, Any] = {
-            name: getattr(config, name)
-            for name in ("qkv_tokens", "output_tokens", "ffn_tokens", "q_tokens", "k_tokens")
-        } | {"v_tokens": config.v_tokens}
-        if "qkv_tokens" in tokens:  # one number for the three, unless one is named too
-            present |= {"q_tokens": None, "k_tokens": None, "v_tokens": None}
-        changed = {**present, **tokens}
-        to = TokenformerConfig(
-            **{name: getattr(config, name) for name in (*FIXED, "rotary_fraction")}, **changed
-        )
+        to = with_tokens(config, tokens)
     elif isinstance(to, str):
         to = TokenformerConfig.from_preset(to)
     for name in FIXED:
@@ -57,6 +50,51 @@ def target_sizes(
                 f"{size}; growth cannot shrink a model, tokenformer.prune can"
             )
     return after
+
+
+def pruned_sizes(
+    config: TokenformerConfig, keep: float | None, tokens: Mapping[str, Tokens]
+) -> Sizes:
+    """The token counts to prune to: a share of every layer's, or one by one."""
+    if (keep is None) == (not tokens):
+        raise ValueError("give either a share to keep or numbers of tokens, such as ffn_tokens")
+    before = sizes_of(config)
+    if keep is not None:
+        check_share("keep", keep)
+        return {place: share_of(size, keep) for place, size in before.items()}
+    after = sizes_of(with_tokens(config, tokens))
+    for (projection, layer), size in after.items():
+        if size > before[projection, layer]:
+            raise ValueError(
+                f"{projection} of layer {layer} has {before[projection, layer]} tokens, fewer than "
+                f"{size}; pruning cannot enlarge a model, tokenformer.grow can"
+            )
+    return after
+
+
+def with_tokens(config: TokenformerConfig, tokens: Mapping[str, Tokens]) -> TokenformerConfig:
+    """A configuration of the same shape with some of the token counts changed."""
+    present: dict[str, Any] = {
+        name: getattr(config, name)
+        for name in ("qkv_tokens", "output_tokens", "ffn_tokens", "q_tokens", "k_tokens")
+    } | {"v_tokens": config.v_tokens}
+    if "qkv_tokens" in tokens:  # one number for the three, unless one is named too
+        present |= {"q_tokens": None, "k_tokens": None, "v_tokens": None}
+    changed = {**present, **tokens}
+    return TokenformerConfig(
+        **{name: getattr(config, name) for name in (*FIXED, "rotary_fraction")}, **changed
+    )
+
+
+def check_share(name: str, share: float) -> None:
+    if not 0 < share <= 1:
+        raise ValueError(f"{name}={share} must be above 0 and at most 1")
+
+
+def share_of(size: int, share: float) -> int:
+    """A share of a number of tokens, rounded up; 0.1 of 30 is 3, whatever floats make of it."""
+    check_share("share", share)
+    return max(1, math.ceil(round(size * share, 6)))
 
 
 def grown_config(

@@ -16,6 +16,10 @@ class Pattention(nn.Module):
     `scale_tokens` is data of the layer, not a function of its token count: growth adds tokens and
     keeps the scale. Like the other constructor arguments it is not part of the state dict, unless
     it is given as an `nn.Parameter`, to be learned.
+
+    `active_tokens`, by default all, has the layer behave as one of its first m tokens alone:
+
+        layer.active_tokens = 144     # of 576: the prefix as a smaller layer
     """
 
     key_tokens: nn.Parameter  # [num_tokens, in_features]
@@ -53,6 +57,7 @@ class Pattention(nn.Module):
         self.approximate = approximate
         self.eps = eps
         self.backend = backend
+        self._active_tokens: int | None = None
         self.key_tokens = nn.Parameter(
             torch.empty(num_tokens, in_features, device=device, dtype=dtype)
         )
@@ -73,6 +78,30 @@ class Pattention(nn.Module):
     def num_tokens(self) -> int:
         return self.key_tokens.shape[0]
 
+    @property
+    def active_tokens(self) -> int | None:
+        """How many tokens, from the first on, take part; None for all, also after growth."""
+        return self._active_tokens
+
+    @active_tokens.setter
+    def active_tokens(self, count: int | None) -> None:
+        if count is not None and not 1 <= count <= self.num_tokens:
+            raise ValueError(f"active_tokens={count} must be from 1 to {self.num_tokens}, or None")
+        self._active_tokens = count
+
+    def token_set(self) -> tuple[Tensor, Tensor, float | Tensor]:
+        """The keys, values and scale that take part.
+
+        The first m of n tokens have m/n of the scale: a layer of m tokens is born with scale m
+        where one of n has n, and if the tokens are alike, the first m have m/n of the squared norm
+        (of the sum, for l1 and softmax), so each keeps the weight it has among all n.
+        """
+        if self._active_tokens is None:
+            return self.key_tokens, self.value_tokens, self.scale_tokens
+        count = self._active_tokens
+        share = count / self.num_tokens  # exactly 1 where all are active
+        return self.key_tokens[:count], self.value_tokens[:count], self.scale_tokens * share
+
     def reset_parameters(self) -> None:
         """Keys 1/sqrt(d_in), values 1/sqrt(n): unit-variance inputs give unit-order outputs,
         whatever the number of tokens. Our models draw their own, in `_init_weights`."""
@@ -80,11 +109,12 @@ class Pattention(nn.Module):
         nn.init.normal_(self.value_tokens, std=self.num_tokens**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
+        keys, values, scale = self.token_set()
         return pattention(
             x,
-            self.key_tokens,
-            self.value_tokens,
-            scale_tokens=self.scale_tokens,
+            keys,
+            values,
+            scale_tokens=scale,
             theta=self.theta,
             approximate=self.approximate,
             eps=self.eps,
@@ -93,8 +123,9 @@ class Pattention(nn.Module):
 
     def extra_repr(self) -> str:
         scale = self.scale_tokens
+        active = "" if self.active_tokens is None else f", active_tokens={self.active_tokens}"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"num_tokens={self.num_tokens}, theta={self.theta!r}, "
-            f"scale_tokens={'tensor' if isinstance(scale, Tensor) else f'{scale:g}'}"
+            f"scale_tokens={'tensor' if isinstance(scale, Tensor) else f'{scale:g}'}{active}"
         )
