@@ -150,6 +150,35 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(recipe, tmp_path)
     assert losses(torn) == losses(whole)
 
 
+def test_a_moving_average_survives_an_interruption_and_is_what_is_exported(recipe, tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert finish(recipe, whole, "--run.ema", "0.9").returncode == 0
+    shutil.copytree(whole, broken)
+    shutil.rmtree(max((broken / "checkpoints").iterdir()))
+    shutil.rmtree(broken / "model")
+    assert finish(recipe, broken, "--run.ema", "0.9").returncode == 0
+    assert losses(broken) == losses(whole)
+    weights = [(out / "model" / "model.safetensors").read_bytes() for out in (whole, broken)]
+    assert weights[0] == weights[1]
+    plain = tmp_path / "plain"
+    assert finish(recipe, plain).returncode == 0
+    assert [row[1] for row in losses(plain)] == [row[1] for row in losses(whole)]
+    assert (plain / "model" / "model.safetensors").read_bytes() != weights[0]
+    done = finish(recipe, plain, "--run.ema", "0.9", "--run.steps", "30")
+    assert done.returncode == 1
+    assert "lacks extra.ema." in done.stderr
+
+
+def test_a_run_that_is_under_way_is_not_begun_again(recipe, tmp_path):
+    from tokenformer.data.lock import locked
+
+    with locked(tmp_path / "run"):
+        done = finish(recipe, tmp_path / "run")
+    assert done.returncode == 2
+    assert "another process is training in" in done.stderr
+    assert finish(recipe, tmp_path / "run", "--run.steps", "2").returncode == 0
+
+
 def test_another_recipe_in_the_same_folder_is_refused(recipe, tmp_path):
     out = tmp_path / "run"
     assert finish(recipe, out, "--max_steps", "2").returncode == 0
