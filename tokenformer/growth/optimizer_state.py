@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tokenformer.growth.origin import Origin
-from tokenformer.growth.report import GrowthReport
+from tokenformer.growth.origin import Origin, like
+from tokenformer.growth.report import GrowthReport, kind_of
 
 STATES = ("keep", "mean", "reset")
 SQUARED = "sq"
@@ -47,11 +47,14 @@ def grow_optimizer(optimizer: Optimizer, report: GrowthReport, state: str = "kee
         {**{k: v for k, v in group.items() if k != "params"}, "params": []}
         for group in optimizer.param_groups
     ]
+    kinds = {kind_of(name): index for name, index in homes.items()}
     strangers = []
     for name, parameter in report.new.items():
-        source = report.origins[name].name
+        source, kind = report.origins[name].name, kind_of(name)
         if source in homes:
             groups[homes[source]]["params"].append(parameter)
+        elif source is None and kind in kinds:  # such as a matrix of a new layer
+            groups[kinds[kind]]["params"].append(parameter)
         elif source is None:
             strangers.append(parameter)
     if strangers:  # numbers that are no matrices: no decay
@@ -87,7 +90,7 @@ def grow_moment(key: str, value: Any, old: Tensor, new: Tensor, origin: Origin, 
     if value.shape != old.shape or value.ndim == 0:  # the step count
         return value.clone()
     power = 2 if SQUARED in key else 1
-    moved = origin.moved(value) * to(origin.gradient_scale, value) ** power
+    moved = origin.moved(value) * like(origin.gradient_scale, value) ** power
     if state == "mean" and power == 2:
         fresh = origin.is_new(moved.shape, moved.device)
         # A column's mean over the old rows: what a token that knows nothing yet would have seen.
@@ -101,9 +104,4 @@ def grow_moment(key: str, value: Any, old: Tensor, new: Tensor, origin: Origin, 
 def grow_average(average: Tensor, old: Tensor, new: Tensor, origin: Origin) -> Tensor:
     """A moving average of an old parameter's weights, for the new one: it lags behind the new
     weights as it did behind the old, and not at all where they are fresh."""
-    lag = origin.moved(average - old) * to(origin.scale, average)
-    return new.detach() + lag
-
-
-def to(scale: float | Tensor, like: Tensor) -> float | Tensor:
-    return scale.to(like) if isinstance(scale, Tensor) else scale
+    return new.detach() + origin.scaled(average - old)

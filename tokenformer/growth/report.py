@@ -21,7 +21,7 @@ class Part:
 
     name: str
     before: tuple[int, ...]
-    """Its size: the number of tokens, or the shape of a matrix."""
+    """Its size: the number of tokens, or the shape of a matrix; none of what is in a new layer."""
     after: tuple[int, ...]
     scale_before: float | None = None
     scale_after: float | None = None
@@ -39,6 +39,9 @@ class GrowthReport:
     parameters_after: int
     scale: str | None = None
     """The policy the scales were set by."""
+    exact: bool | None = None
+    """Whether the method promises the same function as before; None where it depends on the init.
+    `max_output_change` says what came of it."""
     max_output_change: float | None = None
     """Largest change of a logit on random input, as a share of the largest; None from disk."""
     origins: dict[str, Origin] = field(default_factory=dict, repr=False)
@@ -59,7 +62,7 @@ class GrowthReport:
         return max(changes, default=None)
 
     def asdict(self) -> dict[str, Any]:
-        kept = ("method", "init", "scale", "seed", "parameters_before", "parameters_after")
+        kept = ("method", "init", "scale", "seed", "exact", "parameters_before", "parameters_after")
         return {
             **{name: getattr(self, name) for name in kept},
             "max_layer_change": self.max_layer_change,
@@ -71,7 +74,8 @@ class GrowthReport:
         Path(path).write_text(json.dumps(self.asdict(), indent=2) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
-        how = self.method if self.init is None else f"{self.method}, {self.init}"
+        promise = {True: "exact", False: "not exact", None: None}[self.exact]
+        how = ", ".join(word for word in (self.method, self.init, promise) if word)
         lines = [f"{self.parameters_before:,} -> {self.parameters_after:,} parameters ({how})"]
         rows = [("", "before", "after", "scale", "change"), *map(cells, gathered(self.parts))]
         widths = [max(len(row[place]) for row in rows) for place in range(5)]
@@ -101,12 +105,16 @@ def size(shape: tuple[int, ...]) -> str:
     return " x ".join(f"{n:,}" for n in shape)
 
 
+def kind_of(name: str) -> str:
+    """The name with the number of its layer left out."""
+    return ".".join("*" if word.isdigit() else word for word in name.split("."))
+
+
 def gathered(parts: list[Part]) -> list[Part]:
     """Parts that are alike in all layers as one line, with the largest change among them."""
     groups: dict[tuple[Any, ...], list[Part]] = {}
     for part in parts:
-        kind = ".".join("*" if word.isdigit() else word for word in part.name.split("."))
-        key = (kind, part.before, part.after, part.scale_before, part.scale_after)
+        key = (kind_of(part.name), part.before, part.after, part.scale_before, part.scale_after)
         groups.setdefault(key, []).append(part)
     lines = []
     for (kind, *_), alike in groups.items():

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenformer.growth.assembly import assemble
 from tokenformer.growth.origin import NEW, Origin, added_rows
 from tokenformer.growth.plan import Place, Sizes, grown_config, sizes_of, target_sizes
 from tokenformer.growth.probe import layer_change, output_change
@@ -284,17 +285,3 @@ def layers_of(model: Any) -> dict[str, tuple[Place, Pattention]]:
             number = next(int(word) for word in words if word.isdigit())
             found[name] = ((words[-1], number), module)
     return found
-
-
-def assemble(model_class: Any, config: Any, tensors: dict[str, Tensor]) -> Any:
-    """A model of these very tensors: none is copied."""
-    with torch.device("meta"):
-        model = model_class(config)
-    _, unknown = model.load_state_dict(tensors, strict=False, assign=True)
-    if unknown:
-        raise ValueError(f"the model has no place for {', '.join(unknown)}")
-    model.tie_weights()
-    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if missing:
-        raise ValueError(f"the model lacks {', '.join(missing)}")
-    return model
