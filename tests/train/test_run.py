@@ -24,7 +24,7 @@ from tokenformer.train.options import (
     RunOptions,
     ScheduleOptions,
 )
-from tokenformer.train.recipe import build_task
+from tokenformer.train.recipe import Materials
 from tokenformer.train.run import Run, read_metrics
 from tokenformer.train.spikes import TrainingError
 
@@ -219,8 +219,7 @@ def make_run(corpus: Path, folder: Path, reports: list[str], **run: Any) -> Run:
         ScheduleOptions(warmup_steps=3),
         RunOptions(**{**SECTIONS["run"], **run}),
     )
-    task, tokenizer = build_task(recipe)
-    return Run(folder, recipe, task, tokenizer, reports.append)
+    return Run(folder, recipe, Materials(recipe), reports.append)
 
 
 def poison(run: Run, at: int) -> Any:

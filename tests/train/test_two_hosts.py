@@ -28,6 +28,8 @@ class Host:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
         launcher += ["--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-id", "run"]
         launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29511"]
+        # Both namespaces have the name of this machine: say which of them keeps the rendezvous.
+        launcher += ["--rdzv-conf", f"is_host={int(self.address == ADDRESSES[0])}"]
         job = ["-m", "tokenformer", "train", str(recipe), "--out", str(out), *OPTIONS]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable"}
         with log.open("a") as file:

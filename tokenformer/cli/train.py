@@ -2,8 +2,8 @@
 
 import sys
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from tokenformer.cli.errors import InputError
 from tokenformer.train.options import (
@@ -13,7 +13,9 @@ from tokenformer.train.options import (
     Recipe,
     RunOptions,
     ScheduleOptions,
+    StageOptions,
 )
+from tokenformer.train.stages import shortened
 
 
 def train(
@@ -25,22 +27,23 @@ def train(
     optimizer: OptimizerOptions = OptimizerOptions(),  # noqa: B008
     schedule: ScheduleOptions = ScheduleOptions(),  # noqa: B008
     run: RunOptions = RunOptions(),  # noqa: B008
+    stages: list[StageOptions] = [],  # noqa: B006
 ) -> None:
     """Train a model as a recipe file says; any option of it can be changed on the command line.
 
     Args:
-        recipe: A YAML file with the sections model, data, optimizer, schedule and run.
+        recipe: A YAML file with the sections model, data, optimizer, schedule, run and stages.
         out: The folder of the run, by default runs/RECIPE. A run that is there goes on from its
             last checkpoint.
+        stages: Parts of the run, between which the model grows.
         max_steps: A shorter run: so many steps, with the schedule and warm-up fitted to them.
     """
+    folder = out or Path("runs") / recipe[0].stem
+    whole = Recipe(model, data, optimizer, schedule, run, stages)
     if max_steps is not None:
         if max_steps < 1:
             raise InputError(f"--max_steps {max_steps} must be at least 1")
-        run = replace(run, steps=min(max_steps, run.steps))
-        schedule = replace(schedule, warmup_steps=min(schedule.warmup_steps, run.steps // 10))
-    folder = out or Path("runs") / recipe[0].stem
-    whole = Recipe(model=model, data=data, optimizer=optimizer, schedule=schedule, run=run)
+        whole = shortened(whole, max_steps)
 
     import torch
     from rich.console import Console
@@ -52,7 +55,7 @@ def train(
     from tokenformer.train.peak import matmul_peak
     from tokenformer.train.progress import progress
     from tokenformer.train.ranks import CheckpointError
-    from tokenformer.train.recipe import build_task, record
+    from tokenformer.train.recipe import Materials, record
     from tokenformer.train.run import Run, StoppedError
     from tokenformer.train.spikes import TrainingError
 
@@ -64,26 +67,33 @@ def train(
             if ranks.first:
                 stack.enter_context(locked(folder))
                 record(whole, folder)
-            task, tokenizer = build_task(whole)
-            job = Run(folder, whole, task, tokenizer, lambda line: console.print(line))
+            materials = Materials(whole)
+            job = Run(folder, whole, materials, lambda line: console.print(line, soft_wrap=True))
         except BlockingIOError:
             raise InputError(
                 f"another process is training in {folder}; wait for it, or name another --out"
             ) from None
         except (DataError, ValueError, OSError) as error:
             raise InputError(" ".join(str(error).split())) from None
+        except CheckpointError as error:
+            fail(error)
         console.print(
-            f"{task.model.num_parameters():,} parameters, {len(task.tokens):,} tokens to train on, "
+            f"{job.loop.task.model.num_parameters():,} parameters, {len(materials.train):,} tokens "
+            f"to train on, "
             f"{ranks.count} process{'es' if ranks.count > 1 else ''}; the run is in {folder}"
         )
         try:
             peak = matmul_peak(job.loop.device, PRECISIONS.get(run.precision, torch.float32))
-            with progress(console, run.steps, ranks.count * peak) as show:
+            with progress(console, job.stages[-1].last_step, ranks.count * peak) as show:
                 job.go(show)
         except StoppedError as stopped:
             console.print(f"{stopped}. To go on: tokenformer {' '.join(sys.argv[1:])}")
             raise SystemExit(128 + stopped.number) from None
         except (TrainingError, CheckpointError) as error:
-            sys.stderr.write(f"tokenformer train: {error}\n")
-            raise SystemExit(1) from None
+            fail(error)
         console.print(f"Done: {folder}/model, metrics.jsonl, loss.png")
+
+
+def fail(error: Exception) -> NoReturn:
+    sys.stderr.write(f"tokenformer train: {error}\n")
+    raise SystemExit(1) from None

@@ -6,6 +6,7 @@ depth.
 
 import math
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 from tokenformer.models.configuration import PROJECTIONS, TokenformerConfig, Tokens
@@ -15,6 +16,7 @@ Place = tuple[str, int]
 Sizes = dict[Place, int]
 """Tokens by place."""
 
+TOKEN_OPTIONS = ("qkv_tokens", "output_tokens", "ffn_tokens", "q_tokens", "k_tokens", "v_tokens")
 FIXED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
@@ -73,17 +75,14 @@ def pruned_sizes(
 
 
 def with_tokens(config: TokenformerConfig, tokens: Mapping[str, Tokens]) -> TokenformerConfig:
-    """A configuration of the same shape with some of the token counts changed."""
-    present: dict[str, Any] = {
-        name: getattr(config, name)
-        for name in ("qkv_tokens", "output_tokens", "ffn_tokens", "q_tokens", "k_tokens")
-    } | {"v_tokens": config.v_tokens}
+    """`config` with some of its token counts changed, and no scales of its own."""
+    for name in tokens:
+        if name not in TOKEN_OPTIONS:
+            raise ValueError(f"{name!r} is not an option; choose from {', '.join(TOKEN_OPTIONS)}")
+    options: dict[str, Any] = config.to_dict() | {"scale_tokens": None}
     if "qkv_tokens" in tokens:  # one number for the three, unless one is named too
-        present |= {"q_tokens": None, "k_tokens": None, "v_tokens": None}
-    changed = {**present, **tokens}
-    return TokenformerConfig(
-        **{name: getattr(config, name) for name in (*FIXED, "rotary_fraction")}, **changed
-    )
+        options |= {"q_tokens": None, "k_tokens": None, "v_tokens": None}
+    return type(config).from_dict(options | dict(tokens))
 
 
 def check_share(name: str, share: float) -> None:
@@ -103,6 +102,7 @@ def grown_config(
     scales: Mapping[Place, float] | None = None,
     *,
     learned_scale: bool = False,
+    rates: Mapping[Place, list[float]] | None = None,
 ) -> TokenformerConfig:
     """`config` with other token counts and scales, and nothing else changed."""
     options = config.to_dict()
@@ -117,6 +117,11 @@ def grown_config(
     own = {p: values for p, values in own.items() if any(v is not None for v in values)}
     options["scale_tokens"] = own or None
     options["learned_scale"] = learned_scale
+    slow = {place: runs(of_rows) for place, of_rows in (rates or {}).items() if set(of_rows) != {1}}
+    projections = [p for p in PROJECTIONS if any(place[0] == p for place in slow)]
+    options["token_rates"] = {
+        p: [slow.get((p, layer)) for layer in layers] for p in projections
+    } or None
     return type(config).from_dict(options)
 
 
@@ -130,3 +135,8 @@ def own_scale(
     """The scale of a place, unless it is its number of tokens."""
     scale = scales.get((projection, layer))
     return None if scale == sizes[projection, layer] else scale
+
+
+def runs(rates: list[float]) -> list[list[float]]:
+    """Equal neighbours counted: [0, 0, 1] is [[2, 0], [1, 1]]."""
+    return [[len([*group]), rate] for rate, group in groupby(rates)]

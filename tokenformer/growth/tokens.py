@@ -74,6 +74,7 @@ def grow(
     init: str = "zero",
     scale: str | None = None,
     seed: int = 0,
+    old_rate: float | None = None,
     **tokens: Tokens,
 ) -> tuple[Any, GrowthReport]:
     """A larger model that knows what `model` knows, and a report. `model` itself is left alone.
@@ -87,6 +88,8 @@ def grow(
             which begins at the first and is a parameter from then on. By default `current` for
             `random`, else `frozen`.
         seed: of what is drawn.
+        old_rate: a factor on the learning rate of the tokens that are there already: 0 freezes
+            them. By default they learn as before.
         **tokens: instead of `to`, any of qkv_tokens, output_tokens, ffn_tokens, q_tokens, k_tokens
             and v_tokens: an int, or one per layer.
     """
@@ -94,7 +97,9 @@ def grow(
         raise TypeError(f"tokens grow in a TokenFormer, not in a {type(model).__name__}")
     state = model.state_dict()
     sizes = target_sizes(model.config, to, tokens)
-    growth = TokenGrowth(type(model), model.config, sizes, init=init, scale=scale, seed=seed)
+    growth = TokenGrowth(
+        type(model), model.config, sizes, init=init, scale=scale, seed=seed, old_rate=old_rate
+    )
     larger = growth.build(growth.tensors(state.__getitem__, list(state)))
     larger.train(model.training)
     report = growth.report()
@@ -115,13 +120,18 @@ class TokenGrowth:
         init: str,
         scale: str | None,
         seed: int,
+        old_rate: float | None = None,
     ) -> None:
         check(config, sizes, init, scale)
+        if init == "clone" and (old_rate == 0 or is_frozen(config)):
+            raise ValueError("some tokens are frozen: cloning would change them; use init='zero'")
         self.model_class, self.before, self.sizes = model_class, config, sizes
         self.init, self.seed = init, seed
         self.policy = scale or ("current" if init == "random" else "frozen")
         self.learned = config.learned_scale or self.policy == "learned"
+        self.old_rate = old_rate
         self.scales: dict[Place, float] = {}
+        self.rates: dict[Place, list[float]] = {}
         self.parts: list[Part] = []
         self.origins: dict[str, Origin] = {}
         with torch.device("meta"):
@@ -131,7 +141,9 @@ class TokenGrowth:
     @property
     def config(self) -> TokenformerConfig:
         """The larger model's, once its tensors are made."""
-        return grown_config(self.before, self.sizes, self.scales, learned_scale=self.learned)
+        return grown_config(
+            self.before, self.sizes, self.scales, learned_scale=self.learned, rates=self.rates
+        )
 
     def tensors(self, read: Callable[[str], Tensor], names: list[str]) -> dict[str, Tensor]:
         """The larger model's; `read` is asked for one of the old model's at a time."""
@@ -161,6 +173,10 @@ class TokenGrowth:
         if self.policy == "current":
             after = TokenSet(after.keys, after.values, float(size))
         self.scales[place] = after.scale
+        rates = self.before.row_rates(*place) or [1.0] * before.size
+        if self.old_rate is not None:
+            rates = [self.old_rate] * before.size
+        self.rates[place] = [1.0 if row == NEW else rates[row] for row in copies.rows.tolist()]
         self.origins |= copies.origins(layer)
         change = layer_change(module, (before.keys, before.values, before.scale),
                               (after.keys, after.values, after.scale), self.seed)  # fmt: skip
@@ -274,6 +290,10 @@ def check(config: TokenformerConfig, sizes: Sizes, init: str, scale: str | None)
                 "with softmax a token whose key is zero still has weight, so it cannot be added "
                 "unseen; use init='clone' to a whole multiple of the tokens, or 'random'"
             )
+
+
+def is_frozen(config: TokenformerConfig) -> bool:
+    return any(0 in (config.row_rates(*place) or []) for place in sizes_of(config))
 
 
 def layers_of(model: Any) -> dict[str, tuple[Place, Pattention]]:

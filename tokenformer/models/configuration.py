@@ -207,6 +207,8 @@ class TokenformerConfig(LanguageConfig):
         scale_tokens: the scale of every layer that does not have its token count for scale, as
             growth leaves it: `{"q" | "k" | "v" | "o" | "ffn": [a float or null per layer]}`.
         learned_scale: whether the scales are parameters; those above are then their first values.
+        token_rates: factors on the learning rate of some tokens, as growth may leave them: `{"q" |
+            "k" | "v" | "o" | "ffn": [runs of [how many tokens, factor], or null, per layer]}`.
         theta, theta_eps: the modified softmax and what is added to its norm.
     """
 
@@ -221,6 +223,7 @@ class TokenformerConfig(LanguageConfig):
     v_tokens: Tokens | None = None
     scale_tokens: dict[str, list[float | None]] | None = None
     learned_scale: bool = False
+    token_rates: dict[str, list[list[list[float]] | None]] | None = None
     theta: str = "l2_gelu"
     theta_eps: float = FOLLOWS
 
@@ -234,6 +237,14 @@ class TokenformerConfig(LanguageConfig):
         scales = (self.scale_tokens or {}).get(projection)
         own = scales[layer] if scales else None
         return float(self.tokens(projection, layer) if own is None else own)
+
+    def row_rates(self, projection: str, layer: int) -> list[float] | None:
+        """A factor on the learning rate of each token of that layer; None if all are 1."""
+        by_layer = (self.token_rates or {}).get(projection)
+        runs = by_layer[layer] if by_layer else None
+        if runs is None:
+            return None
+        return [rate for count, rate in runs for _ in range(int(count))]
 
     def _token_option(self, projection: str) -> Tokens:
         if projection in ("o", "ffn"):
@@ -279,6 +290,24 @@ class TokenformerConfig(LanguageConfig):
             for scale in scales:
                 if scale is not None:
                     check_number(name, scale, positive=True)
+
+        self._check_rates()
+
+    def _check_rates(self) -> None:
+        for projection, by_layer in (self.token_rates or {}).items():
+            if projection not in PROJECTIONS:
+                raise ValueError(f"token_rates has the unknown key {projection!r}")
+            name = f"token_rates[{projection!r}]"
+            self._check_length(name, by_layer)
+            for layer in range(self.num_hidden_layers):
+                rates = self.row_rates(projection, layer)
+                for rate in rates or []:
+                    check_number(name, rate)
+                if rates is not None and len(rates) != self.tokens(projection, layer):
+                    raise ValueError(
+                        f"{name} of layer {layer} is of {len(rates)} tokens; the layer has "
+                        f"{self.tokens(projection, layer)}"
+                    )
 
     def _check_length(self, name: str, values: Any) -> None:
         if not isinstance(values, list | tuple) or len(values) != self.num_hidden_layers:

@@ -27,6 +27,10 @@ class WeightAverage:
             list(self.tensors.values()), list(self.parameters.values()), 1.0 - decay
         )
 
+    def stored(self) -> dict[str, Tensor]:
+        """By the names that a checkpoint keeps them under."""
+        return {f"ema.{name}": tensor for name, tensor in self.tensors.items()}
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The model with the average as its weights, for the length of a block."""

@@ -46,7 +46,17 @@ from tokenformer.train.storage import (
 )
 from tokenformer.train.tensors import model_tensors, not_finite, storable
 
-__all__ = ["CheckpointError", "Contents", "collect", "latest", "load", "prune", "save", "write"]
+__all__ = [
+    "CheckpointError",
+    "Contents",
+    "collect",
+    "latest",
+    "load",
+    "prune",
+    "read_state",
+    "save",
+    "write",
+]
 
 NAME = re.compile(r"step-(\d{8,})")
 STATE = "state.json"
@@ -198,6 +208,13 @@ def load(
         rng.restore({name.removeprefix("rng."): t[ranks.index] for name, t in generators.items()})
     found = {name.removeprefix("extra."): tensor for name, tensor in only(targets, "extra").items()}
     return document["state"], found
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The caller's state in a checkpoint that `latest` has verified."""
+    with Ranks().together(f"checkpoint {path} cannot be read"):
+        state: dict[str, Any] = json.loads((path / STATE).read_text())["state"]
+    return state
 
 
 def only(tensors: Mapping[str, Any], kind: str) -> dict[str, Any]:

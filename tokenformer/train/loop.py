@@ -22,6 +22,7 @@ from tokenformer.train.metrics import Row
 from tokenformer.train.optimizer import make_optimizer, set_rate
 from tokenformer.train.options import OptimizerOptions, RunOptions, ScheduleOptions
 from tokenformer.train.ranks import Ranks
+from tokenformer.train.row_rates import RowRates
 from tokenformer.train.schedule import rate_factor
 from tokenformer.train.spikes import SpikeWatch
 from tokenformer.train.task import Task
@@ -31,11 +32,13 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Progress:
-    """How far a run is. Samples are counted apart from steps, since a skipped or rolled-back step
-    uses samples up."""
+    """How far a run is, over all its stages. Samples are counted apart from steps, since a skipped
+    or rolled-back step uses samples up."""
 
     step: int = 0
     samples: int = 0
+    tokens: int = 0
+    flops: int = 0
     seconds: float = 0.0
 
 
@@ -46,8 +49,12 @@ class Loop:
         optimizer: OptimizerOptions,
         schedule: ScheduleOptions,
         run: RunOptions,
+        *,
+        first_step: int = 0,
     ) -> None:
+        """`first_step`: steps of earlier stages; `progress` counts them, the schedule does not."""
         self.task, self.run, self.schedule = task, run, schedule
+        self.first_step, self.last_step = first_step, first_step + run.steps
         self.peak_rate, self.clip_norm = optimizer.learning_rate, optimizer.clip_norm
         self.ranks = Ranks()
         if run.batch_size % self.ranks.count:
@@ -60,12 +67,15 @@ class Loop:
             task.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.module = distribute(task.model, task.module, run.parallel, run.seed)
         self.optimizer = make_optimizer(task.model, optimizer)
+        self.rows = RowRates(task.model)
         self.average = WeightAverage(task.model, run.ema) if run.ema is not None else None
         self.call = torch.compile(self.module) if run.compile else self.module
         # fp16 gradients underflow; they are computed of a loss made larger, and divided again.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=run.precision == "fp16")
         self.watch = SpikeWatch(run.spike_factor)
-        self.progress = Progress()
+        self.progress = Progress(step=first_step)
+        self.before_step: list[Callable[[int], None]] = []
+        """Called with the number of the step, counted from 1 in this stage, before it is made."""
         share = run.batch_size // self.ranks.count
         self.micro_batch_size = min(run.micro_batch_size or share, share)
         self.held_out = task.validation(self.micro_batch_size, run.validation_sequences)
@@ -76,20 +86,25 @@ class Loop:
         A row with a `problem` was not stepped: the weights are as before, the samples used up.
         """
         self.task.model.train()
-        while self.progress.step < self.run.steps:
+        while self.progress.step < self.last_step:
             yield self.step()
 
     def step(self) -> Row:
         start = time.perf_counter()
         step = self.progress.step + 1
-        rate = self.peak_rate * rate_factor(step, self.run.steps, self.schedule)
+        for prepare in self.before_step:
+            prepare(step - self.first_step)
+        rate = self.peak_rate * rate_factor(step - self.first_step, self.run.steps, self.schedule)
         set_rate(self.optimizer, rate)
         loss, norm = self.gradients()
         self.progress.samples += self.run.batch_size
+        self.progress.tokens += self.run.batch_size * self.task.tokens_per_sample
+        self.progress.flops += self.run.batch_size * self.task.flops_per_sample
         row: Row = {"step": step, "loss": loss, "lr": rate, "gradient_norm": norm}
         problem = self.watch.problem(loss, norm)
         if problem is None:
-            self.scaler.step(self.optimizer)
+            with self.rows.at_their_rates():
+                self.scaler.step(self.optimizer)
             self.scaler.update()
             self.progress.step = step
             if self.average is not None:
@@ -97,10 +112,8 @@ class Loop:
         else:
             row["problem"] = problem
         self.optimizer.zero_grad()
-        samples = self.progress.samples
-        row["tokens"] = samples * self.task.tokens_per_sample
-        row["flops"] = samples * self.task.flops_per_sample
-        if problem is None and (step % self.run.validate_every == 0 or step == self.run.steps):
+        row["tokens"], row["flops"] = self.progress.tokens, self.progress.flops
+        if problem is None and (step % self.run.validate_every == 0 or step == self.last_step):
             row["val_loss"] = self.validate()
             row |= self.task.describe(row["val_loss"])
         self.progress.seconds += time.perf_counter() - start
@@ -112,6 +125,7 @@ class Loop:
         while True:
             loss = self.accumulate(self.progress.samples)
             self.scaler.unscale_(self.optimizer)
+            self.rows.mask_gradients()
             norm = self.clip()
             # In fp16 a norm that is not finite means that the loss was made too large: less, then.
             too_large = self.scaler.is_enabled() and self.scaler.get_scale() > 1

@@ -94,6 +94,9 @@ class RunOptions:
     activation_checkpointing: bool = False
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
     """Under torchrun: replicate (ddp, the default) or shard (fsdp)."""
+    nested: list[float] | None = None
+    """Train prefixes of the tokens too: each step with one of these shares of them, such as
+    [0.25, 0.5, 1.0], so that a prefix is a working smaller model."""
     validate_every: int = 100
     validation_sequences: int = 64
     checkpoint_every: int = 200
@@ -112,10 +115,57 @@ class RunOptions:
         require(self, 0, "seed")
         if self.micro_batch_size is not None:
             require(self, 1, "micro_batch_size")
+        if self.nested is not None and not all(0 < share <= 1 for share in self.nested):
+            raise ValueError(f"nested={self.nested} must be shares above 0 and at most 1")
         if self.ema is not None and not 0 < self.ema < 1:
             raise ValueError(f"ema={self.ema} must be between 0 and 1, or null")
         if not self.spike_factor > 1:
             raise ValueError(f"spike_factor={self.spike_factor} must be above 1")
+
+
+@dataclass
+class GrowthOptions:
+    """How a model grows where a stage begins."""
+
+    to: str | None = None
+    """A preset of the same width and depth."""
+    sizes: dict[str, Any] = field(default_factory=dict)
+    """Instead of `to`: qkv_tokens, output_tokens, ffn_tokens; of a Transformer hidden_size, ..."""
+    method: str | None = None
+    """Of a Transformer: net2net, hypercloning, ...; a TokenFormer grows by tokens."""
+    init: Literal["zero", "random", "zero_value", "clone"] = "zero"
+    scale: Literal["frozen", "current", "anneal", "learned"] | None = None
+    """By default as the init needs."""
+    anneal_steps: int = 100
+    """Steps over which the scale moves where it is annealed."""
+    optimizer_state: Literal["keep", "mean", "reset"] = "keep"
+    old_rate: float | None = None
+    """Factor on the rate of the tokens that were there before; 0 freezes them."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(self, 1, "anneal_steps")
+        require(self, 0, "seed")
+        if self.old_rate is not None and self.old_rate < 0:
+            raise ValueError(f"old_rate={self.old_rate} must not be negative; 0 freezes")
+
+
+@dataclass
+class StageOptions:
+    """A part of a run. What it leaves out is as in the recipe's own sections."""
+
+    steps: int = 1000
+    grow: GrowthOptions | None = None
+    """How the model grows before it; the first stage cannot."""
+    learning_rate: float | None = None
+    rates: dict[str, float] | None = None
+    schedule: ScheduleOptions | None = None
+    """Of this stage alone, over its own steps."""
+    batch_size: int | None = None
+    micro_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        require(self, 1, "steps")
 
 
 @dataclass
@@ -127,6 +177,8 @@ class Recipe:
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     schedule: ScheduleOptions = field(default_factory=ScheduleOptions)
     run: RunOptions = field(default_factory=RunOptions)
+    stages: list[StageOptions] = field(default_factory=list)
+    """Parts of the run between which the model grows; `run.steps` is then their sum."""
 
 
 def require(options: Any, least: int, *names: str) -> None:

@@ -1,4 +1,4 @@
-"""From a recipe to what it describes: corpus, model, task; and its record in the run's folder."""
+"""From a recipe to what it describes: corpus, models, tasks; and its record in the run's folder."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +11,7 @@ from tokenformer.data.corpus import Corpus
 from tokenformer.data.shards import write_whole
 from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
 from tokenformer.models.language import TokenformerForCausalLM, TransformerForCausalLM
-from tokenformer.train.options import ModelOptions, Recipe
+from tokenformer.train.options import Recipe
 from tokenformer.train.task import LanguageTask
 
 CONFIG = "config.yaml"
@@ -23,51 +23,64 @@ FIXED = ("model", "data")
 """Sections that a run cannot change once it has begun."""
 
 
-def build_task(recipe: Recipe) -> tuple[LanguageTask, Any]:
-    """The task of a recipe and its tokenizer. A fresh model is on the meta device; `distribute`
-    gives it weights."""
-    from transformers import AutoTokenizer
+class Materials:
+    """What a recipe trains on and with: text, tokenizer, and models as they are asked for."""
 
-    if recipe.data.corpus is None:
-        raise ValueError("data.corpus is missing; name a folder made by `tokenformer prepare`")
-    corpus = Corpus(recipe.data.corpus)
-    tokenizer = AutoTokenizer.from_pretrained(corpus.tokenizer)
-    validation = corpus.split("validation")
-    model = build_model(recipe.model, corpus.vocab_size, recipe.data.length, tokenizer)
-    task = LanguageTask(
-        model,
-        corpus.split("train"),
-        validation,
-        length=recipe.data.length,
-        seed=recipe.run.seed,
-        order=recipe.data.order,
-        bytes_per_token=validation.bytes / len(validation),
-    )
-    return task, tokenizer
+    def __init__(self, recipe: Recipe) -> None:
+        from transformers import AutoTokenizer
 
+        if recipe.data.corpus is None:
+            raise ValueError("data.corpus is missing; name a folder made by `tokenformer prepare`")
+        self.recipe = recipe
+        self.corpus = Corpus(recipe.data.corpus)
+        self.tokenizer = AutoTokenizer.from_pretrained(self.corpus.tokenizer)
+        self.train, self.held_out = self.corpus.split("train"), self.corpus.split("validation")
 
-def build_model(options: ModelOptions, vocab_size: int, length: int, tokenizer: Any) -> Any:
-    config_class, model_class = FAMILIES[options.family]
-    if options.start_from is not None:
-        model = model_class.from_pretrained(options.start_from)
-        if model.config.vocab_size < vocab_size:
+    def first_model(self) -> Any:
+        """The recipe's own: on the meta device, where `distribute` gives it weights, or loaded."""
+        options = self.recipe.model
+        if options.start_from is not None:
+            return self.loaded(options.start_from, FAMILIES[options.family][1])
+        config_class = FAMILIES[options.family][0]
+        given = {
+            "vocab_size": self.corpus.vocab_size,
+            "max_position_embeddings": self.recipe.data.length,
+            "bos_token_id": self.tokenizer.bos_token_id,
+            "eos_token_id": self.tokenizer.eos_token_id,
+            "pad_token_id": self.tokenizer.pad_token_id,
+            **options.options,
+        }
+        if options.preset is not None:
+            return blank(config_class.from_preset(options.preset, **given))
+        return blank(config_class(**given))
+
+    def loaded(self, folder: str, model_class: Any) -> Any:
+        model = model_class.from_pretrained(folder)
+        if model.config.vocab_size < self.corpus.vocab_size:
             raise ValueError(
-                f"model.start_from={options.start_from} has a vocabulary of "
-                f"{model.config.vocab_size}, the corpus one of {vocab_size}"
+                f"model.start_from={folder} has a vocabulary of {model.config.vocab_size}, the "
+                f"corpus one of {self.corpus.vocab_size}"
             )
         return model
-    given = {
-        "vocab_size": vocab_size,
-        "max_position_embeddings": length,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        **options.options,
-    }
-    if options.preset is not None:
-        config = config_class.from_preset(options.preset, **given)
-    else:
-        config = config_class(**given)
+
+    def task(self, model: Any) -> LanguageTask:
+        return LanguageTask(
+            model,
+            self.train,
+            self.held_out,
+            length=self.recipe.data.length,
+            seed=self.recipe.run.seed,
+            order=self.recipe.data.order,
+            bytes_per_token=self.held_out.bytes / len(self.held_out),
+        )
+
+
+def blank(config: Any) -> Any:
+    """A model of a configuration, or of one that was saved, on the meta device."""
+    if isinstance(config, dict):
+        config_class = {c.model_type: c for c, _ in FAMILIES.values()}[config["model_type"]]
+        config = config_class.from_dict(config)
+    model_class = dict(FAMILIES.values())[type(config)]
     with torch.device("meta"):
         return model_class(config)
 

@@ -16,7 +16,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tokenformer.data.shards import write_whole
 from tokenformer.train import checkpoint
@@ -27,10 +26,13 @@ from tokenformer.train.export import export
 from tokenformer.train.loop import Loop, Progress
 from tokenformer.train.metrics import Row
 from tokenformer.train.options import Recipe
-from tokenformer.train.ranks import Ranks
+from tokenformer.train.ranks import CheckpointError, Ranks
+from tokenformer.train.recipe import Materials, blank
 from tokenformer.train.reporters import check_reporters, reporter
+from tokenformer.train.scale import ScaleAnneal
+from tokenformer.train.seam import grow_checkpoint, make_loop
 from tokenformer.train.spikes import TrainingError
-from tokenformer.train.task import Task
+from tokenformer.train.stages import plan
 
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
@@ -50,24 +52,19 @@ class Run:
     """One recipe in one folder. `go` trains to the end, from the last checkpoint if any."""
 
     def __init__(
-        self,
-        folder: Path,
-        recipe: Recipe,
-        task: Task,
-        tokenizer: Any,
-        report: Callable[[str], None],
+        self, folder: Path, recipe: Recipe, materials: Materials, report: Callable[[str], None]
     ) -> None:
-        self.folder, self.recipe, self.tokenizer, self.report = folder, recipe, tokenizer, report
-        self.loop = Loop(task, recipe.optimizer, recipe.schedule, recipe.run)
+        self.folder, self.recipe, self.materials, self.report = folder, recipe, materials, report
         check_reporters(recipe.run.log_to)
+        self.stages = plan(recipe)
         self.ranks = Ranks()
         self.checkpoints = folder / CHECKPOINTS
         self.best: tuple[float, int] | None = None
         self.stop_signal = 0
         self.problems = 0
+        self.loop = self.open()
 
     def go(self, on_step: Callable[[Row], None]) -> None:
-        self.resume()
         if self.ranks.first:
             self.folder.mkdir(parents=True, exist_ok=True)
             cut_metrics(self.folder / METRICS, self.loop.progress.step)
@@ -76,7 +73,13 @@ class Run:
             stack.enter_context(self.signals())
             write = stack.enter_context(metrics_writer(self.folder / METRICS, self.ranks))
             reports = [stack.enter_context(context) for context in self.reporters()]
-            for row in self.loop.steps():
+            while not self.finished:
+                if self.stage_is_over:
+                    saver.wait()
+                    self.loop = self.open()
+                row = self.loop.step()
+                if len(self.stages) > 1:
+                    row["stage"] = self.stage.index + 1
                 if "problem" in row:
                     self.handle(row, write)
                     continue
@@ -87,7 +90,7 @@ class Run:
                 self.remember(row)
                 step = self.loop.progress.step
                 stop = largest(self.stop_signal)
-                if stop or step % self.recipe.run.checkpoint_every == 0 or self.finished:
+                if stop or self.is_kept(step):
                     self.save(saver)
                 if stop:
                     saver.wait()
@@ -103,51 +106,92 @@ class Run:
         return [reporter(name, self.folder, config, step) for name in self.recipe.run.log_to]
 
     @property
-    def finished(self) -> bool:
-        return self.loop.progress.step == self.recipe.run.steps
+    def stage_is_over(self) -> bool:
+        return self.loop.progress.step == self.stage.last_step
 
-    def resume(self) -> None:
+    @property
+    def finished(self) -> bool:
+        return self.loop.progress.step == self.stages[-1].last_step
+
+    def is_kept(self, step: int) -> bool:
+        """Whether there is to be a checkpoint after this step."""
+        return step % self.recipe.run.checkpoint_every == 0 or self.stage_is_over
+
+    def open(self) -> Loop:
+        """The loop that goes on from the last checkpoint, or begins. Where a stage is over, the
+        model grows into the next."""
         path = checkpoint.latest(self.checkpoints, report=self.report)
         if path is None:
-            return
-        model, optimizer = self.loop.task.model, self.loop.optimizer
-        state, _ = checkpoint.load(
-            path, model=model, optimizer=optimizer, extra=self.extra, hashes=False
-        )
-        self.loop.progress = Progress(**state["progress"])
+            self.stage, self.anneal = self.stages[0], None
+            loop = make_loop(self.stage, self.materials.first_model(), self.materials)
+            loop.task.model.train()
+            return loop
+        state = checkpoint.read_state(path)
+        before = self.stages[self.stage_of(state, path)]
+        over = state["step"] >= before.last_step
+        self.stage = self.stages[min(before.index + over, len(self.stages) - 1)]
+        if self.stage is before:
+            loop = make_loop(before, blank(state["config"]), self.materials)
+            self.anneal = self.annealed(loop)
+            extra = {} if loop.average is None else loop.average.stored()
+            model, optimizer = loop.task.model, loop.optimizer
+            checkpoint.load(path, model=model, optimizer=optimizer, extra=extra, hashes=False)
+            loop.watch.recent.extend(state["recent"])
+        else:
+            loop, report = grow_checkpoint(
+                path, state["config"], before, self.stage, self.materials
+            )
+            self.anneal = self.annealed(loop)
+            self.report(f"stage {self.stage.index + 1}: {report}")
+            if self.ranks.first:
+                report.save(self.folder / f"growth-{self.stage.index + 1}.json")
+        loop.progress = Progress(**state["progress"])
+        loop.task.model.train()
         self.best = None if state["best"] is None else (state["best"][0], state["best"][1])
-        self.loop.watch.recent.extend(state["recent"])
-        if self.loop.scaler.is_enabled():
-            self.loop.scaler.load_state_dict(state["scaler"])
+        if loop.scaler.is_enabled():
+            loop.scaler.load_state_dict(state["scaler"])
         threads = torch.get_num_threads()
         if state["threads"] != threads:
             self.report(
                 f"{path.name} was made with {state['threads']} threads, this goes on with "
                 f"{threads}: losses agree to rounding, not to the last bit"
             )
+        return loop
+
+    def stage_of(self, state: dict[str, Any], path: Path) -> int:
+        if state["stage"] >= len(self.stages):
+            raise CheckpointError(
+                f"{path} is of stage {state['stage'] + 1}; the recipe has {len(self.stages)}"
+            )
+        return int(state["stage"])
+
+    def annealed(self, loop: Loop) -> ScaleAnneal | None:
+        grow = self.stage.grow
+        if grow is None or grow.scale != "anneal":
+            return None
+        anneal = ScaleAnneal(loop.task.model, grow.anneal_steps)
+        loop.before_step.append(anneal)
+        return anneal
 
     def save(self, saver: AsyncSaver) -> None:
         saver.wait()
         self.prune()
+        if self.anneal is not None and self.stage_is_over:
+            self.anneal.settle()
         progress = self.loop.progress
+        model, optimizer = self.loop.task.model, self.loop.optimizer
         state = {
             "step": progress.step,
+            "stage": self.stage.index,
+            "config": model.config.to_dict(),
             "progress": asdict(progress),
             "best": self.best,
             "recent": list(self.loop.watch.recent),
             "scaler": self.loop.scaler.state_dict(),
             "threads": torch.get_num_threads(),
         }
-        model, optimizer = self.loop.task.model, self.loop.optimizer
-        saver.save(
-            self.checkpoints, model=model, optimizer=optimizer, state=state, extra=self.extra
-        )
-
-    @property
-    def extra(self) -> dict[str, Tensor]:
-        """The moving average of the weights, where there is one."""
-        average = self.loop.average
-        return {} if average is None else {f"ema.{n}": t for n, t in average.tensors.items()}
+        extra = {} if self.loop.average is None else self.loop.average.stored()
+        saver.save(self.checkpoints, model=model, optimizer=optimizer, state=state, extra=extra)
 
     def prune(self) -> None:
         best = None if self.best is None else self.best[1]
@@ -155,7 +199,7 @@ class Run:
 
     def remember(self, row: Row) -> None:
         """The best step, among those that will have a checkpoint."""
-        kept = row["step"] % self.recipe.run.checkpoint_every == 0 or self.finished
+        kept = self.is_kept(int(row["step"]))
         if kept and "val_loss" in row and (self.best is None or row["val_loss"] < self.best[0]):
             self.best = (row["val_loss"], row["step"])
 
@@ -177,14 +221,14 @@ class Run:
         samples = self.loop.progress.samples
         if checkpoint.latest(self.checkpoints, report=self.report) is None:
             raise TrainingError(f"{where}; there is no checkpoint yet to roll back to")
-        self.resume()
+        self.loop = self.open()
         self.loop.progress.samples = samples  # what was seen is not seen again
         self.report(f"{where}; rolled back to step {self.loop.progress.step}")
         write(row)
 
     def conclude(self) -> None:
         with self.loop.averaged():
-            export(self.loop.task.model, self.tokenizer, self.folder / MODEL)
+            export(self.loop.task.model, self.materials.tokenizer, self.folder / MODEL)
         if self.ranks.first:
             rows = read_metrics(self.folder / METRICS)
             draw_loss(

@@ -47,8 +47,10 @@ def parted(whole: Tensor, parameter: nn.Parameter, device: torch.device) -> nn.P
     """A process's part of a whole tensor, spread as `parameter` is."""
     value = whole.detach().to(device)
     if isinstance(parameter, DTensor):
-        # Every process has drawn the same: nothing needs to be sent.
-        value = distribute_tensor(
-            value, parameter.device_mesh, parameter.placements, src_data_rank=None
-        )
+        value = part_of(value, parameter)
     return nn.Parameter(value, requires_grad=parameter.requires_grad)
+
+
+def part_of(whole: Tensor, sharded: DTensor) -> DTensor:
+    """A tensor that every process has whole, spread as `sharded` is; nothing needs to be sent."""
+    return distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None)

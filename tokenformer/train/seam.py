@@ -1,0 +1,89 @@
+"""Between two stages: the model of the last checkpoint grows, and all that belongs to it follows.
+
+It is always the checkpoint that grows, never what happens to be in memory, so that a run that is
+interrupted here goes on as one that is not. Every process holds the whole model for a moment, and
+then its part of the larger one.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tokenformer.growth.grow import grow
+from tokenformer.growth.optimizer_state import grow_average, grow_optimizer
+from tokenformer.growth.report import GrowthReport
+from tokenformer.train import checkpoint
+from tokenformer.train.average import WeightAverage
+from tokenformer.train.loop import Loop
+from tokenformer.train.optimizer import make_optimizer
+from tokenformer.train.options import GrowthOptions
+from tokenformer.train.recipe import Materials, blank
+from tokenformer.train.stages import Stage
+from tokenformer.train.weights import draw_weights, part_of
+
+
+def grow_checkpoint(
+    path: Path, config: dict[str, Any], before: Stage, after: Stage, materials: Materials
+) -> tuple[Loop, GrowthReport]:
+    """The loop of the stage `after`, with the model, optimizer and average of `before`, grown."""
+    assert after.grow is not None
+    model = blank(config)
+    draw_weights(model, 0, torch.device("cpu"))  # memory for what is loaded
+    optimizer = make_optimizer(model, before.optimizer)
+    average = WeightAverage(model, before.run.ema) if before.run.ema is not None else None
+    extra = {} if average is None else average.stored()
+    checkpoint.load(path, model=model, optimizer=optimizer, extra=extra, hashes=False)
+    larger, report = grow_as_told(model, after.grow)
+    grown = grow_optimizer(optimizer, report, state=after.grow.optimizer_state)
+    states = {name: grown.state.get(parameter, {}) for name, parameter in report.new.items()}
+    averages = {
+        name: grow_average(
+            average.tensors[source], report.old[source], parameter, report.origins[name]
+        )
+        for name, parameter in report.new.items()
+        if average is not None and (source := report.origins[name].name) is not None
+    }
+    loop = make_loop(after, larger, materials)
+    for name, parameter in larger.named_parameters():
+        if parameter.requires_grad and states[name]:
+            loop.optimizer.state[parameter] = {
+                key: follow(value, parameter) for key, value in states[name].items()
+            }
+        if loop.average is not None and name in averages:
+            loop.average.tensors[name] = follow(averages[name], parameter)
+    return loop, report
+
+
+def make_loop(stage: Stage, model: Any, materials: Materials) -> Loop:
+    return Loop(
+        materials.task(model),
+        stage.optimizer,
+        stage.schedule,
+        stage.run,
+        first_step=stage.first_step,
+    )
+
+
+def grow_as_told(model: Any, options: GrowthOptions) -> tuple[Any, GrowthReport]:
+    if options.method not in (None, "tokens"):
+        return grow(model, options.to, method=options.method, seed=options.seed, **options.sizes)
+    return grow(
+        model,
+        options.to,
+        init=options.init,
+        scale=options.scale,
+        seed=options.seed,
+        old_rate=options.old_rate,
+        **options.sizes,
+    )
+
+
+def follow(value: Any, parameter: Tensor) -> Any:
+    """What belongs to a parameter, where and as the parameter is."""
+    if not isinstance(value, Tensor) or value.ndim == 0:  # the step count
+        return value
+    value = value.to(parameter.device)
+    return part_of(value, parameter) if isinstance(parameter, DTensor) else value
