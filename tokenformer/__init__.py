@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from tokenformer.models.registration import register_when_imported
 
 if TYPE_CHECKING:
+    from tokenformer.growth.grow import grow
     from tokenformer.growth.optimizer_state import grow_optimizer
-    from tokenformer.growth.tokens import grow
     from tokenformer.layers import (
         Pattention,
         TokenformerDecoderLayer,
@@ -44,7 +44,7 @@ _HOMES = {
     "TransformerConfig": "tokenformer.models.configuration",
     "TransformerModel": "tokenformer.models.language",
     "TransformerForCausalLM": "tokenformer.models.language",
-    "grow": "tokenformer.growth.tokens",
+    "grow": "tokenformer.growth.grow",
     "grow_optimizer": "tokenformer.growth.optimizer_state",
 }
 

@@ -210,12 +210,6 @@ def test_zero_keys_are_refused_for_softmax(make_config, init):
         tokenformer.grow(model, ffn_tokens=100, init=init)
 
 
-def test_a_transformer_has_no_tokens_to_grow(make_config):
-    model = tokenformer.TransformerForCausalLM(make_config("transformer"))
-    with pytest.raises(TypeError, match="not in a TransformerForCausalLM"):
-        tokenformer.grow(model, ffn_tokens=100)
-
-
 def test_the_report_prints_and_saves(make_config, tmp_path):
     model, _ = trained(make_config)
     _, report = tokenformer.grow(model, qkv_tokens=48, output_tokens=48, ffn_tokens=192)

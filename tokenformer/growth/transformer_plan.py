@@ -1,0 +1,124 @@
+"""What a Transformer is to become: sizes that are asked for, and what follows from them.
+
+The size of a head stays, so that positions and scores mean what they did; a wider model has more
+heads.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenformer.models.configuration import TransformerConfig
+
+SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+FIXED = (
+    "vocab_size",
+    "positions",
+    "rotary_fraction",
+    "rotary_base",
+    "norm",
+    "norm_parameters",
+    "final_norm_parameters",
+    "residual",
+    "hidden_act",
+    "mlp",
+    "tie_word_embeddings",
+)
+"""What growth cannot change, and a configuration to grow to must agree on."""
+
+
+def target_config(
+    config: TransformerConfig, to: str | TransformerConfig | None, sizes: Mapping[str, int]
+) -> TransformerConfig:
+    """`config` with the sizes of a preset, of another configuration, or those named."""
+    if (to is None) == (not sizes):
+        raise ValueError(f"give either a size to grow to or any of {', '.join(SIZES)}")
+    if isinstance(to, str):
+        wanted = sizes_of(TransformerConfig.from_preset(to, mlp=config.mlp))
+        wanted["num_key_value_heads"] = key_value_heads(config, wanted["num_attention_heads"])
+    elif to is not None:
+        check_same(config, to)
+        wanted = sizes_of(to)
+    else:
+        wanted = completed(config, sizes)
+    for name, size in wanted.items():
+        if size < getattr(config, name):
+            raise ValueError(
+                f"{name}={size} is less than the model's {getattr(config, name)}; "
+                "growth cannot shrink a model"
+            )
+    after = TransformerConfig.from_dict({**config.to_dict(), **wanted})
+    check_heads(config, after)
+    return after
+
+
+def sizes_of(config: TransformerConfig) -> dict[str, int]:
+    return {name: getattr(config, name) for name in SIZES}
+
+
+def completed(config: TransformerConfig, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Sizes that are not given: heads by the width or the width by the heads, the rest in
+    proportion."""
+    wanted = {**sizes_of(config), **sizes}
+    if "hidden_size" not in sizes:
+        wanted["hidden_size"] = wanted["num_attention_heads"] * config.head_dim
+    elif "num_attention_heads" not in sizes:
+        heads, rest = divmod(wanted["hidden_size"], config.head_dim)
+        if rest:
+            raise ValueError(
+                f"hidden_size={wanted['hidden_size']} must be a multiple of {config.head_dim}, "
+                "the size of a head"
+            )
+        wanted["num_attention_heads"] = heads
+    if "num_key_value_heads" not in sizes:
+        wanted["num_key_value_heads"] = key_value_heads(config, wanted["num_attention_heads"])
+    if "intermediate_size" not in sizes:
+        units, rest = divmod(config.intermediate_size * wanted["hidden_size"], config.hidden_size)
+        if rest:
+            raise ValueError(
+                f"hidden_size={wanted['hidden_size']} gives no whole intermediate_size in "
+                "proportion; give intermediate_size too"
+            )
+        wanted["intermediate_size"] = units
+    return wanted
+
+
+def key_value_heads(config: TransformerConfig, heads: int) -> int:
+    """As many query heads to each as there were."""
+    group = config.num_attention_heads // config.num_key_value_heads
+    if heads % group:
+        raise ValueError(
+            f"num_attention_heads={heads} must be a multiple of {group}, the query heads of one "
+            "key-value head; or give num_key_value_heads too"
+        )
+    return heads // group
+
+
+def check_same(config: TransformerConfig, to: Any) -> None:
+    if not isinstance(to, TransformerConfig):
+        raise ValueError(f"a Transformer grows to a TransformerConfig, not a {type(to).__name__}")
+    learned = ("max_position_embeddings",) if config.positions == "learned" else ()
+    for name in (*FIXED, *learned):
+        before, after = getattr(config, name), getattr(to, name)
+        if before != after:
+            raise ValueError(f"growth cannot change {name} from {before!r} to {after!r}")
+
+
+def check_heads(config: TransformerConfig, after: TransformerConfig) -> None:
+    if after.head_dim != config.head_dim:
+        raise ValueError(
+            f"hidden_size={after.hidden_size} over num_attention_heads="
+            f"{after.num_attention_heads} makes heads of {after.head_dim} channels; growth keeps "
+            f"the model's {config.head_dim}"
+        )
+    groups = [c.num_attention_heads // c.num_key_value_heads for c in (config, after)]
+    if groups[1] < groups[0]:
+        raise ValueError(
+            f"num_key_value_heads={after.num_key_value_heads} leaves {groups[1]} query heads to "
+            f"each; growth keeps at least the model's {groups[0]}"
+        )
