@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tokenformer
 from tests.growth.test_tokens import trained
+from tests.growth.test_transformer import trained as trained_transformer
 from tokenformer.cli import main
 from tokenformer.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
 
@@ -66,9 +67,91 @@ def test_a_half_precision_model_stays_one(folder, tmp_path):
     assert torch.equal(logits(tmp_path / "out"), logits(tmp_path / "half"))
 
 
+@pytest.fixture
+def transformer(tmp_path, make_config):
+    model, _ = trained_transformer(make_config, vocab_size=VOCAB_SIZE)
+    model.save_pretrained(tmp_path / "plain")
+    byte_tokenizer().save_pretrained(tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sizes"),
+    [
+        (["--hidden_size", "64"], (64, 2, 80)),
+        (["--hidden_size", "48", "--num_hidden_layers", "3", "--method", "lemon"], (48, 3, 60)),
+        (["--num_attention_heads", "12", "--method", "hypercloning"], (96, 2, 120)),
+        (["--intermediate_size", "50"], (32, 2, 50)),
+    ],
+    ids=str,
+)
+def test_a_transformer_grows_exactly_with_its_tokenizer(
+    transformer, tmp_path, capsys, arguments, sizes
+):
+    out = tmp_path / "large"
+    main(["grow", str(transformer), *arguments, "--out", str(out), "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads((out / "growth.json").read_text())
+    assert report["exact"] is True
+    assert report["max_output_change"] < 1e-5
+    config = AutoModelForCausalLM.from_pretrained(out).config
+    assert (config.hidden_size, config.num_hidden_layers, config.intermediate_size) == sizes
+    assert torch.allclose(logits(out), logits(transformer), atol=1e-4)
+    assert AutoTokenizer.from_pretrained(out)("grow")["input_ids"] == list(b"grow")
+    again = tmp_path / "larger"
+    main(["grow", str(transformer), "--to", str(out), "--method", "lemon", "--out", str(again)])
+    assert "lemon, exact" in capsys.readouterr().out
+    assert AutoModelForCausalLM.from_pretrained(again).config.hidden_size == sizes[0]
+
+
+def test_a_transformer_in_half_precision_stays_one(transformer, tmp_path):
+    AutoModelForCausalLM.from_pretrained(transformer).bfloat16().save_pretrained(tmp_path / "half")
+    out = str(tmp_path / "out")
+    arguments = ["--num_hidden_layers", "4", "--method", "stacking", "--out", out]
+    main(["grow", str(tmp_path / "half"), *arguments])
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        (["--ffn_tokens", "50"], "--ffn_tokens 50 is not for a tokenformer_transformer model"),
+        (["--init", "zero", "--hidden_size", "64"], "--init zero is not for a"),
+        (["--hidden_size", "64", "--method", "ligo"], "ligo learns from data"),
+        (["--hidden_size", "64", "--method", "nil"], "method='nil' is unknown"),
+        (["--to", "354m"], "heads of 64 channels"),
+        (["--hidden_size", "30"], "multiple of 8"),
+        ([], "give either a size"),
+    ],
+    ids=str,
+)
+def test_refusals_of_a_transformer(transformer, monkeypatch, capsys, arguments, told):
+    monkeypatch.chdir(transformer.parent)
+    with pytest.raises(SystemExit) as end:
+        main(["grow", "plain", *arguments, "--out", "new"])
+    error = capsys.readouterr().err
+    assert end.value.code == 2
+    assert error.count("\n") == 1
+    assert told in error
+    assert [path.name for path in transformer.parent.iterdir()] == ["plain"]
+
+
+def test_a_model_of_another_kind_is_named(tmp_path, capsys):
+    from transformers import GPT2Config
+
+    GPT2Config().save_pretrained(tmp_path / "other")
+    with pytest.raises(SystemExit):
+        main(["grow", str(tmp_path / "other"), "--to", "354m", "--out", str(tmp_path / "new")])
+    assert "holds a model of another kind, gpt2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ["--hidden_size", "64", "--out", "new"],
+            "--hidden_size 64 is not for a tokenformer model",
+        ),
         (["--ffn_tokens", "50", "--out", "new"], "cannot shrink"),
         (["--to", "354m", "--out", "new"], "cannot change hidden_size from 32 to 768"),
         (["--ffn_tokens", "200"], "--out is missing"),

@@ -3,6 +3,7 @@
 import sys
 from json import dumps
 from pathlib import Path
+from typing import Any
 
 from tokenformer.cli.errors import InputError
 from tokenformer.cli.folder import new_folder
@@ -12,28 +13,41 @@ def grow_model(
     model: Path,
     to: str | None = None,
     out: Path | None = None,
-    init: str = "zero",
+    method: str | None = None,
+    init: str | None = None,
     scale: str | None = None,
     qkv_tokens: int | None = None,
     output_tokens: int | None = None,
     ffn_tokens: int | None = None,
+    hidden_size: int | None = None,
+    num_hidden_layers: int | None = None,
+    intermediate_size: int | None = None,
+    num_attention_heads: int | None = None,
     seed: int = 0,
     json: bool = False,
 ) -> None:
-    """Add parameter tokens to a trained model; it knows all it knew before.
+    """Make a trained model larger: a TokenFormer by tokens, knowing all it knew; a Transformer too.
 
     Args:
         model: A model folder.
-        to: The size to grow to: a preset of the same width and depth (354m, 757m, ...), or the
-            folder of another model.
+        to: The size to grow to: a preset (354m, 757m, ...), for a TokenFormer of the same width and
+            depth, or the folder of another model.
         out: A new folder for the grown model, with its tokenizer and growth.json, the report; it
             must be given.
-        init: How new tokens begin. zero: zero keys, the output is exactly preserved. clone: copies
-            of the old, exact too. zero_value: nearly exact. random: the output jumps.
+        method: Of a Transformer: net2net, hypercloning and bert2bert_fpi, exact to whole multiples
+            of the width; lemon, exact to any; block_padding, bert2bert_aki and stacking, not exact.
+            By default net2net.
+        init: How new tokens begin. zero, the default: zero keys, the output is exactly preserved.
+            clone: copies of the old, exact too. zero_value: nearly exact. random: the output jumps.
         scale: frozen, current, anneal or learned; by default as the init needs.
         qkv_tokens: Instead of --to: tokens of each of the q, k and v projections.
         output_tokens: Instead of --to: tokens of each output projection.
         ffn_tokens: Instead of --to: tokens of each feed-forward layer.
+        hidden_size: Instead of --to, of a Transformer: its width; heads and units follow.
+        num_hidden_layers: Instead of --to, of a Transformer: its layers.
+        intermediate_size: Instead of --to, of a Transformer: hidden units of each feed-forward
+            layer.
+        num_attention_heads: Instead of --to, of a Transformer: its heads; the width follows.
         seed: Seed of what is drawn.
         json: Print the report as JSON.
     """
@@ -41,20 +55,45 @@ def grow_model(
         raise InputError("--out is missing; name a new folder for the grown model")
     if not (model / "config.json").exists():
         raise InputError(f"{model} is not a model folder: it has no config.json")
-    counts = {"qkv_tokens": qkv_tokens, "output_tokens": output_tokens, "ffn_tokens": ffn_tokens}
-    tokens = {name: count for name, count in counts.items() if count is not None}
+    of_tokens = {
+        "init": init,
+        "scale": scale,
+        "qkv_tokens": qkv_tokens,
+        "output_tokens": output_tokens,
+        "ffn_tokens": ffn_tokens,
+    }
+    of_widths = {
+        "method": method,
+        "hidden_size": hidden_size,
+        "num_hidden_layers": num_hidden_layers,
+        "intermediate_size": intermediate_size,
+        "num_attention_heads": num_attention_heads,
+    }
 
     from safetensors import SafetensorError
+    from transformers import AutoConfig
     from transformers.utils import logging
 
-    from tokenformer.growth.folder import grow_folder
-    from tokenformer.models.configuration import TokenformerConfig
+    from tokenformer.growth.folder import grow_folder, grow_transformer_folder
+    from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
 
+    families: dict[type, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+        TokenformerConfig: (grow_folder, of_tokens, of_widths),
+        TransformerConfig: (grow_transformer_folder, of_widths, of_tokens),
+    }
     logging.disable_progress_bar()
     try:
-        target = TokenformerConfig.from_pretrained(to) if to and Path(to).is_dir() else to
+        family = type(AutoConfig.from_pretrained(model))
+        if family not in families:
+            raise InputError(f"{model} holds a model of another kind, {family.model_type}")
+        grow, options, others = families[family]
+        for name, value in others.items():
+            if value is not None:
+                raise InputError(f"--{name} {value} is not for a {family.model_type} model")
+        given = {name: value for name, value in options.items() if value is not None}
+        target = family.from_pretrained(to) if to and Path(to).is_dir() else to
         with new_folder("--out", out) as folder:
-            report = grow_folder(model, folder, target, init=init, scale=scale, seed=seed, **tokens)
+            report = grow(model, folder, target, seed=seed, **given)
     except (ValueError, SafetensorError) as error:
         raise InputError(" ".join(str(error).split())) from None
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Growing a model on disk: from one Hugging Face folder to another, a tensor at a time.
+"""Growing a model on disk: from one Hugging Face folder to another.
 
-The old model is read through a memory map, one layer at a time, so that no more is held than the
-new model and one layer of the old.
+An old TokenFormer is read through a memory map, one layer at a time, so that no more is held than
+the new model and one layer of the old. Of a Transformer both models are held.
 """
 
 import json
@@ -17,8 +17,9 @@ from torch import Tensor
 from tokenformer.growth.plan import target_sizes
 from tokenformer.growth.report import GrowthReport
 from tokenformer.growth.tokens import TokenGrowth
-from tokenformer.models.configuration import TokenformerConfig, Tokens
-from tokenformer.models.language import TokenformerForCausalLM
+from tokenformer.growth.transformer import grow_transformer
+from tokenformer.models.configuration import TokenformerConfig, Tokens, TransformerConfig
+from tokenformer.models.language import TokenformerForCausalLM, TransformerForCausalLM
 
 REPORT = "growth.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -81,10 +82,31 @@ def grow_folder(
     growth = TokenGrowth(TokenformerForCausalLM, config, sizes, init=init, scale=scale, seed=seed)
     with stored_tensors(source) as stored:
         tensors = growth.tensors(stored.__getitem__, stored.names)
-    growth.build(tensors).save_pretrained(out)
+    report = growth.report()
+    save(growth.build(tensors), report, source, out)
+    return report
+
+
+def grow_transformer_folder(
+    source: Path,
+    out: Path,
+    to: str | TransformerConfig | None = None,
+    *,
+    method: str = "net2net",
+    seed: int = 0,
+    **sizes: int,
+) -> GrowthReport:
+    """As `grow_transformer`, from the model folder `source` to `out`."""
+    model = TransformerForCausalLM.from_pretrained(source, dtype="auto").eval()
+    larger, report = grow_transformer(model, to, method=method, seed=seed, **sizes)
+    save(larger, report, source, out)
+    return report
+
+
+def save(model: Any, report: GrowthReport, source: Path, out: Path) -> None:
+    """The grown model with its report, and the tokenizer of the model folder it comes from."""
+    model.save_pretrained(out)
     for name in COMPANIONS:
         if (source / name).exists():
             shutil.copyfile(source / name, out / name)
-    report = growth.report()
     report.save(out / REPORT)
-    return report
