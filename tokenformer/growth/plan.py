@@ -75,11 +75,11 @@ def pruned_sizes(
 
 
 def with_tokens(config: TokenformerConfig, tokens: Mapping[str, Tokens]) -> TokenformerConfig:
-    """`config` with some of its token counts changed, and no scales of its own."""
+    """`config` with some of its token counts changed, and neither scales nor rates of its own."""
     for name in tokens:
         if name not in TOKEN_OPTIONS:
             raise ValueError(f"{name!r} is not an option; choose from {', '.join(TOKEN_OPTIONS)}")
-    options: dict[str, Any] = config.to_dict() | {"scale_tokens": None}
+    options: dict[str, Any] = config.to_dict() | {"scale_tokens": None, "token_rates": None}
     if "qkv_tokens" in tokens:  # one number for the three, unless one is named too
         options |= {"q_tokens": None, "k_tokens": None, "v_tokens": None}
     return type(config).from_dict(options | dict(tokens))

@@ -30,7 +30,7 @@ from tokenformer.train.ranks import CheckpointError, Ranks
 from tokenformer.train.recipe import Materials, blank
 from tokenformer.train.reporters import check_reporters, reporter
 from tokenformer.train.scale import ScaleAnneal
-from tokenformer.train.seam import grow_checkpoint, make_loop
+from tokenformer.train.seam import check_growth, grow_checkpoint, make_loop
 from tokenformer.train.spikes import TrainingError
 from tokenformer.train.stages import plan
 
@@ -123,7 +123,9 @@ class Run:
         path = checkpoint.latest(self.checkpoints, report=self.report)
         if path is None:
             self.stage, self.anneal = self.stages[0], None
-            loop = make_loop(self.stage, self.materials.first_model(), self.materials)
+            model = self.materials.first_model()
+            check_growth(model.config, self.stages)
+            loop = make_loop(self.stage, model, self.materials)
             loop.task.model.train()
             return loop
         state = checkpoint.read_state(path)

@@ -14,13 +14,16 @@ from torch.distributed.tensor import DTensor
 
 from tokenformer.growth.grow import grow
 from tokenformer.growth.optimizer_state import grow_average, grow_optimizer
+from tokenformer.growth.plan import grown_config, target_sizes
 from tokenformer.growth.report import GrowthReport
+from tokenformer.models.configuration import TokenformerConfig
 from tokenformer.train import checkpoint
 from tokenformer.train.average import WeightAverage
 from tokenformer.train.loop import Loop
 from tokenformer.train.optimizer import make_optimizer
 from tokenformer.train.options import GrowthOptions
 from tokenformer.train.recipe import Materials, blank
+from tokenformer.train.spikes import TrainingError
 from tokenformer.train.stages import Stage
 from tokenformer.train.weights import draw_weights, part_of
 
@@ -36,7 +39,10 @@ def grow_checkpoint(
     average = WeightAverage(model, before.run.ema) if before.run.ema is not None else None
     extra = {} if average is None else average.stored()
     checkpoint.load(path, model=model, optimizer=optimizer, extra=extra, hashes=False)
-    larger, report = grow_as_told(model, after.grow)
+    try:
+        larger, report = grow_as_told(model, after.grow)
+    except (ValueError, TypeError) as error:
+        raise TrainingError(f"stage {after.index + 1} cannot grow: {error}") from None
     grown = grow_optimizer(optimizer, report, state=after.grow.optimizer_state)
     states = {name: grown.state.get(parameter, {}) for name, parameter in report.new.items()}
     averages = {
@@ -55,6 +61,14 @@ def grow_checkpoint(
         if loop.average is not None and name in averages:
             loop.average.tensors[name] = follow(averages[name], parameter)
     return loop, report
+
+
+def check_growth(config: Any, stages: list[Stage]) -> None:
+    """Refuse at the start of a run what a later stage could not do."""
+    for stage in stages:
+        if stage.grow is not None and isinstance(config, TokenformerConfig):
+            sizes = target_sizes(config, stage.grow.to, stage.grow.sizes)
+            config = grown_config(config, sizes)
 
 
 def make_loop(stage: Stage, model: Any, materials: Materials) -> Loop:

@@ -1,0 +1,197 @@
+"""A run in stages: real processes, stopped in every stage and at the seam, one curve in the end."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.conftest import MODEL, SECTIONS
+from tests.train.test_run import close, finish, losses, two_ranks
+from tokenformer.train import checkpoint
+from tokenformer.train.options import GrowthOptions, Recipe, ScheduleOptions, StageOptions
+from tokenformer.train.recipe import Materials
+from tokenformer.train.run import Run, read_metrics
+from tokenformer.train.spikes import TrainingError
+from tokenformer.train.stages import plan, shortened
+
+SIZES = {"qkv_tokens": 48, "output_tokens": 48, "ffn_tokens": 200}
+STAGES: list[dict[str, Any]] = [
+    {"steps": 8, "schedule": {"kind": "constant", "warmup_steps": 2}},
+    {"steps": 9, "grow": {"sizes": SIZES}, "schedule": {"warmup_steps": 0}, "batch_size": 6},
+    {"steps": 4, "grow": {"sizes": {"ffn_tokens": 300}, "init": "clone", "scale": "anneal"}},
+]
+
+
+@pytest.fixture
+def staged(corpus: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "staged.yaml"
+    sections = {**SECTIONS, "data": {**SECTIONS["data"], "corpus": str(corpus)}, "stages": STAGES}
+    path.write_text(json.dumps(sections))
+    return path
+
+
+def test_one_run_through_all_stages(staged, tmp_path):
+    out = tmp_path / "run"
+    done = finish(staged, out)
+    assert done.returncode == 0, done.stderr
+    rows = read_metrics(out / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 22))
+    assert [row["stage"] for row in rows] == [1] * 8 + [2] * 9 + [3] * 4
+    assert [row["tokens"] for row in rows][-1] == 32 * (8 * 4 + 9 * 6 + 4 * 4)
+    flops = [b["flops"] - a["flops"] for a, b in zip(rows, rows[1:], strict=False)]
+    assert flops[6] < flops[8], "a larger model, a larger batch"
+    config = json.loads((out / "model" / "config.json").read_text())
+    assert config["ffn_tokens"] == 300
+    assert json.loads((out / "growth-2.json").read_text())["max_output_change"] < 1e-5
+    assert json.loads((out / "growth-3.json").read_text())["init"] == "clone"
+    # The seam: the first loss after growing is that of the model before, on the same samples.
+    assert rows[8]["loss"] == pytest.approx(rows[7]["loss"], rel=0.1)
+
+
+def test_stopped_in_any_stage_and_at_the_seam_it_ends_the_same(staged, tmp_path):
+    whole = tmp_path / "whole"
+    assert finish(staged, whole, "--run.ema", "0.9", "--run.keep_last", "20").returncode == 0
+    kept = sorted((whole / "checkpoints").iterdir())
+    assert [path.name for path in kept] == [f"step-{s:08d}" for s in (5, 8, 10, 15, 17, 20, 21)]
+    for last in (5, 8, 10, 17, 20):
+        out = tmp_path / f"from-{last}"
+        shutil.copytree(whole, out)
+        shutil.rmtree(out / "model")
+        for path in (out / "checkpoints").iterdir():
+            if int(path.name.removeprefix("step-")) > last:
+                shutil.rmtree(path)
+        assert finish(staged, out, "--run.ema", "0.9").returncode == 0
+        assert losses(out) == losses(whole)
+        assert weights(out) == weights(whole)
+
+
+def weights(out: Path) -> bytes:
+    return (out / "model" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_ranks_grow_as_one_does(staged, tmp_path, parallel):
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    assert finish(staged, alone).returncode == 0
+    done = two_ranks(staged, together, parallel)
+    assert done.returncode == 0, done.stderr
+    assert close(losses(together), losses(alone))
+
+
+def make_run(corpus: Path, folder: Path, *stages: StageOptions, **run: Any) -> Run:
+    recipe = Recipe(stages=list(stages))
+    recipe.model.options = dict(MODEL)
+    recipe.data.corpus, recipe.data.length = str(corpus), 32
+    recipe.optimizer.learning_rate = 0.01
+    recipe.schedule = ScheduleOptions(warmup_steps=0)
+    options = {**SECTIONS["run"], "checkpoint_every": 100, **run}
+    for name, value in options.items():
+        setattr(recipe.run, name, value)
+    return Run(folder, recipe, Materials(recipe), lambda line: None)
+
+
+def tokens(run: Run) -> dict[str, torch.Tensor]:
+    return {
+        name: parameter.detach().clone()
+        for name, parameter in run.loop.task.model.named_parameters()
+        if name.endswith("_tokens")
+    }
+
+
+def test_frozen_tokens_are_the_same_to_the_bit_and_slow_ones_are_slow(corpus, tmp_path):
+    grow = {"sizes": SIZES, "optimizer_state": "reset"}
+    for rate in (0.0, 0.01):
+        folder = tmp_path / str(rate)
+        first, second = StageOptions(steps=5), StageOptions(steps=5)
+        second.grow = GrowthOptions(**grow, old_rate=rate)
+        make_run(corpus, folder, first).go(lambda row: None)
+        small = tokens(make_run(corpus, folder, first))
+        run = make_run(corpus, folder, first, second)
+        run.go(lambda row: None)
+        for name, after in tokens(run).items():
+            before = small[name]
+            old, new = after[: len(before)], after[len(before) :]
+            assert not torch.equal(new, torch.zeros_like(new))
+            if rate == 0:
+                assert torch.equal(old, before), "weight decay included"
+            else:
+                assert 0 < (old - before).abs().max() < 0.02 * (new.abs().max())
+        config = run.loop.task.model.config
+        assert config.row_rates("ffn", 1) == [rate] * 128 + [1.0] * 72
+    # What is frozen stays so in a third stage, and after saving.
+    third = StageOptions(steps=2, grow=GrowthOptions(sizes={"ffn_tokens": 220}))
+    folder = tmp_path / "0.0"
+    second.grow = GrowthOptions(**grow, old_rate=0.0)
+    run = make_run(corpus, folder, first, second, third)
+    run.go(lambda row: None)
+    for name, after in tokens(run).items():
+        if ".ffn." in name:
+            assert len(after) == 220
+        before = small[name]
+        assert after.shape[1:] == before.shape[1:]
+    exported = json.loads((folder / "model" / "config.json").read_text())
+    assert exported["token_rates"]["ffn"][0] == [[128, 0.0], [92, 1.0]]
+
+
+def test_a_clone_of_frozen_tokens_is_refused(corpus, tmp_path):
+    stages = [
+        StageOptions(steps=1),
+        StageOptions(steps=1, grow=GrowthOptions(sizes=SIZES, old_rate=0.0)),
+        StageOptions(steps=1, grow=GrowthOptions(sizes={"ffn_tokens": 400}, init="clone")),
+    ]
+    with pytest.raises(TrainingError, match="stage 3 cannot grow: some tokens are frozen"):
+        make_run(corpus, tmp_path / "run", *stages).go(lambda row: None)
+
+
+def test_an_annealed_scale_ends_at_the_number_of_tokens(corpus, tmp_path):
+    grow = GrowthOptions(sizes=SIZES, scale="anneal", anneal_steps=4)
+    stages = [StageOptions(steps=2), StageOptions(steps=6, grow=grow)]
+    run = make_run(corpus, tmp_path / "run", *stages)
+    scales = []
+
+    def note(row: dict[str, float]) -> None:
+        scales.append(float(run.loop.task.model.model.layers[0].ffn.scale_tokens))
+
+    run.go(note)
+    assert scales == [128.0, 128.0, 146.0, 164.0, 182.0, 200.0, 200.0, 200.0]
+    exported = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert exported["scale_tokens"] is None  # each is its number of tokens
+    state = checkpoint.read_state(max((tmp_path / "run" / "checkpoints").iterdir()))
+    assert state["config"]["scale_tokens"] is None
+
+
+def test_plan_and_shortened():
+    recipe = Recipe(
+        stages=[StageOptions(steps=100), StageOptions(steps=300, grow=GrowthOptions(to="354m"))]
+    )
+    first, second = plan(shortened(recipe, 8))
+    assert (first.first_step, first.last_step, second.last_step) == (0, 2, 8)
+    assert second.schedule.warmup_steps == 0
+    assert plan(Recipe())[0].last_step == 1000
+    with pytest.raises(ValueError, match="stage 1 has `grow`"):
+        plan(Recipe(stages=[StageOptions(grow=GrowthOptions())]))
+    with pytest.raises(ValueError, match="stage 2 lacks `grow`"):
+        plan(Recipe(stages=[StageOptions(), StageOptions()]))
+
+
+@pytest.mark.parametrize(
+    ("stage", "told"),
+    [
+        ({"grow": {"sizes": {"ffn_tokens": 4}}}, "cannot shrink"),
+        ({"grow": {"inits": "zero"}}, "inits"),
+        ({"grow": {"init": "zeros"}}, "init"),
+        ({"stepz": 3}, "stepz"),
+    ],
+)
+def test_a_mistaken_stage_is_named(staged, tmp_path, stage, told):
+    sections = json.loads(staged.read_text())
+    sections["stages"] = [{"steps": 2}, {"steps": 2, **stage}]
+    staged.write_text(json.dumps(sections))
+    done = finish(staged, tmp_path / "run")
+    assert done.returncode == 2, done.stderr
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1
