@@ -16,7 +16,10 @@ from tokenformer.models.registration import register_when_imported
 
 if TYPE_CHECKING:
     from tokenformer.growth.grow import grow
+    from tokenformer.growth.merge import merge
     from tokenformer.growth.optimizer_state import grow_optimizer
+    from tokenformer.growth.prefix import set_active_share, take_prefix
+    from tokenformer.growth.prune import prune
     from tokenformer.layers import (
         Pattention,
         TokenformerDecoderLayer,
@@ -46,6 +49,10 @@ _HOMES = {
     "TransformerForCausalLM": "tokenformer.models.language",
     "grow": "tokenformer.growth.grow",
     "grow_optimizer": "tokenformer.growth.optimizer_state",
+    "prune": "tokenformer.growth.prune",
+    "merge": "tokenformer.growth.merge",
+    "take_prefix": "tokenformer.growth.prefix",
+    "set_active_share": "tokenformer.growth.prefix",
 }
 
 __all__ = [
@@ -60,7 +67,11 @@ __all__ = [
     "TransformerModel",
     "grow",
     "grow_optimizer",
+    "merge",
     "pattention",
+    "prune",
+    "set_active_share",
+    "take_prefix",
 ]
 
 

@@ -156,6 +156,44 @@ def test_wrong_arguments_are_named_when_the_layer_is_built(changed, named):
         Pattention(**{"in_features": 6, "out_features": 4, "num_tokens": 10, **changed})
 
 
+@pytest.mark.parametrize("theta", THETAS)
+def test_active_tokens_are_a_layer_of_the_first_tokens(theta):
+    torch.manual_seed(0)
+    layer = Pattention(6, 4, 10, theta=theta, scale_tokens=20)
+    x = torch.randn(5, 6)
+    whole = layer(x)
+    layer.active_tokens = 4
+    expected = pattention(
+        x, layer.key_tokens[:4], layer.value_tokens[:4], scale_tokens=8, theta=theta
+    )
+    assert torch.equal(layer(x), expected)
+    layer(x).sum().backward()
+    for tokens in layer.parameters():
+        assert tokens.grad[:4].any()
+        assert not tokens.grad[4:].any()
+    assert repr(layer).endswith("scale_tokens=20, active_tokens=4)")
+    assert layer.state_dict()["key_tokens"].shape == (10, 6)
+    for everything in (10, None):
+        layer.active_tokens = everything
+        assert torch.equal(layer(x), whole)
+
+
+@pytest.mark.parametrize("count", [0, 11, -1])
+def test_as_many_tokens_are_active_as_there_are_at_most(count):
+    with pytest.raises(ValueError, match=f"active_tokens={count} must be from 1 to 10, or None"):
+        Pattention(6, 4, 10).active_tokens = count
+
+
+def test_active_tokens_compile_whole():
+    torch._dynamo.reset()
+    layer = Pattention(6, 4, 10)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    x = torch.randn(3, 6)
+    for count in (None, 5, 8, None):
+        layer.active_tokens = count
+        torch.testing.assert_close(compiled(x), layer(x))
+
+
 def test_learns():
     torch.manual_seed(0)
     layer = Pattention(6, 4, 32)

@@ -56,4 +56,6 @@ def take_prefix(model: Any, share: float) -> tuple[Any, GrowthReport]:
             tokens = TokenSet(keys.clone(), values.clone(), float(scale))
             replacements[name] = Replacement(tokens, torch.arange(tokens.size))
     with active_share(model, None):  # the report compares with the whole model
-        return replace_tokens(model, replacements, method="prefix", scale="proportional")
+        return replace_tokens(
+            model, replacements, method="prefix", scale="proportional", exact=share == 1
+        )

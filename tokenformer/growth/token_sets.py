@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenformer.growth.assembly import assemble
 from tokenformer.growth.origin import Origin
 from tokenformer.growth.plan import grown_config
 from tokenformer.growth.probe import layer_change, output_change
 from tokenformer.growth.report import GrowthReport, Part
-from tokenformer.growth.tokens import TokenSet, assemble, layers_of
+from tokenformer.growth.tokens import TokenSet, layers_of
 from tokenformer.layers.pattention import Pattention
 from tokenformer.models.accounting import count_parameters
 from tokenformer.models.configuration import TokenformerConfig
@@ -36,11 +37,10 @@ def check_tokenformer(model: Any, verb: str) -> None:
         raise TypeError(f"a TokenFormer's tokens {verb}, not a {type(model).__name__}'s")
 
 
-def token_set(module: Pattention) -> TokenSet:
+def token_set(module: Pattention, device: torch.device | None = None) -> TokenSet:
     """All tokens of a layer, active or not, and its scale as it stands."""
-    return TokenSet(
-        module.key_tokens.detach(), module.value_tokens.detach(), float(module.scale_tokens)
-    )
+    keys, values = module.key_tokens.detach(), module.value_tokens.detach()
+    return TokenSet(keys.to(device), values.to(device), float(module.scale_tokens))
 
 
 @torch.no_grad()
@@ -50,6 +50,7 @@ def replace_tokens(
     *,
     method: str,
     scale: str,
+    exact: bool | None,
     learned_scale: bool | None = None,
     others: Callable[[str, Tensor], tuple[Tensor, Origin]] | None = None,
 ) -> tuple[Any, GrowthReport]:
@@ -57,7 +58,7 @@ def replace_tokens(
 
     Args:
         replacements: by the names of the Pattention layers.
-        method, scale: as the report says it.
+        method, scale, exact: as the report says it.
         learned_scale: by default as in `model`.
         others: makes the tensors that are no tokens from the old ones; by default copies.
     """
@@ -93,6 +94,7 @@ def replace_tokens(
         method=method,
         init=None,
         scale=scale,
+        exact=exact,
         seed=0,
         parts=parts,
         parameters_before=sum(count_parameters(config).values()),
