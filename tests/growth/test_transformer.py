@@ -362,3 +362,13 @@ def test_a_tokenformer_grows_by_tokens_alone(make_config):
     assert report.method == "tokens"
     with pytest.raises(ValueError, match="grows by its tokens"):
         tokenformer.grow(model, hidden_size=64, method="net2net")
+
+
+def test_what_is_no_language_model_of_ours_is_refused(make_config):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with pytest.raises(TypeError, match="not a TransformerModel"):
+        tokenformer.grow(tokenformer.TransformerModel(make_config("transformer")), **WIDE)
+    small = GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=8, n_positions=8)
+    with pytest.raises(TypeError, match="not in a GPT2LMHeadModel"):
+        tokenformer.grow(GPT2LMHeadModel(small), ffn_tokens=100)
