@@ -29,7 +29,9 @@ VERBS = {
     "generate": "tokenformer.cli.generate:generate",
     "grow": "tokenformer.cli.grow:grow_model",
     "inspect": "tokenformer.cli.inspect:inspect",
+    "merge": "tokenformer.cli.merge:merge_models",
     "prepare": "tokenformer.cli.prepare:prepare",
+    "prune": "tokenformer.cli.prune:prune_model",
     "train": "tokenformer.cli.train:train",
 }
 

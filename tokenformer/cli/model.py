@@ -35,3 +35,17 @@ def load_model(name: str) -> tuple[Any, Any]:
         if shown:
             logging.enable_progress_bar()
     return model, tokenizer
+
+
+def load_tokenformer(folder: Path) -> Any:
+    """A TokenFormer from its folder, in eval mode, for what is done to tokens alone."""
+    from transformers import AutoConfig
+
+    import tokenformer  # so that the Auto classes know ours
+
+    if not (folder / "config.json").exists():
+        raise InputError(f"{folder} is not a model folder: it has no config.json")
+    config = AutoConfig.from_pretrained(folder)
+    if not isinstance(config, tokenformer.TokenformerConfig):
+        raise InputError(f"{folder} is a {config.model_type} model, not a TokenFormer")
+    return tokenformer.TokenformerForCausalLM.from_pretrained(folder).eval()

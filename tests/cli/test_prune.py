@@ -1,0 +1,130 @@
+"""`tokenformer prune` and `merge`: real folders in, real folders out, or one line and nothing."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tokenformer
+from tests.growth.test_tokens import trained
+from tokenformer.cli import main
+from tokenformer.cli.prune import read
+from tokenformer.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
+
+TEXT = "The quick brown fox — naïve, perhaps — jumps over the lazy dog.\n" * 60
+
+
+@pytest.fixture
+def home(tmp_path, make_config, capsys):
+    """A folder with the models `small` and `grown` and the corpus `data`."""
+    model, _ = trained(make_config, vocab_size=VOCAB_SIZE)
+    grown, _ = tokenformer.grow(model, ffn_tokens=[150, 96])
+    for name, each in (("small", model), ("grown", grown)):
+        each.save_pretrained(tmp_path / name)
+        byte_tokenizer().save_pretrained(tmp_path / name)
+    (tmp_path / "text.txt").write_text(TEXT)
+    main(["prepare", str(tmp_path / "text.txt"), "--out", str(tmp_path / "data")])
+    capsys.readouterr()
+    return tmp_path
+
+
+def run(home, monkeypatch, *arguments):
+    monkeypatch.chdir(home)
+    main([str(word) for word in arguments])
+
+
+def logits(path):
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(path)(input_ids=torch.arange(40)[None]).logits
+
+
+def test_half_of_the_tokens_with_the_tokenizer_and_the_report(home, monkeypatch, capsys):
+    run(home, monkeypatch, "prune", "small", "--data", "data", "--keep", 0.5, "--out", "half")
+    assert "Kept in half" in capsys.readouterr().out
+    stored = AutoModelForCausalLM.from_pretrained(home / "half")
+    assert stored.config.ffn_tokens == 48
+    assert AutoTokenizer.from_pretrained(home / "half")("prune")["input_ids"] == list(b"prune")
+    report = json.loads((home / "half" / "growth.json").read_text())
+    assert (report["method"], report["exact"]) == ("prune", False)
+    model = AutoModelForCausalLM.from_pretrained(home / "small")
+    batches = read(home / "data", "train", 128, 64, VOCAB_SIZE)
+    assert {tuple(batch.shape)[1] for batch in batches} == {64}
+    expected, _ = tokenformer.prune(model, batches, keep=0.5)
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(parameter, stored.get_parameter(name)), "in memory as on disk"
+
+
+def test_zero_keys_go_without_data_and_sizes_by_number(home, monkeypatch, capsys):
+    run(home, monkeypatch, "prune", "grown", "--out", "less", "--json")
+    report = json.loads(capsys.readouterr().out)
+    assert report["exact"]
+    assert torch.equal(logits(home / "less"), logits(home / "small"))
+    sizes = ["--qkv_tokens", 20, "--output_tokens", 10, "--ffn_tokens", 40, "--refit=false"]
+    run(home, monkeypatch, "prune", "grown", "--data", "data", *sizes, "--out", "new")
+    config = AutoModelForCausalLM.from_pretrained(home / "new").config
+    assert (config.qkv_tokens, config.output_tokens, config.ffn_tokens) == (20, 10, 40)
+
+
+def test_two_folders_become_one(home, monkeypatch, capsys):
+    run(home, monkeypatch, "merge", "small", "grown", "--out", "both", "--json")
+    report = json.loads(capsys.readouterr().out)
+    assert report["method"] == "merge"
+    assert torch.allclose(logits(home / "both"), logits(home / "small"), atol=1e-5)
+    assert AutoModelForCausalLM.from_pretrained(home / "both").config.ffn_tokens == [150, 96]
+    assert AutoTokenizer.from_pretrained(home / "both")("join")["input_ids"] == list(b"join")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("prune small --keep 0.5 --out new", "--data is missing"),
+        ("prune small --keep 0.5 --data data", "--out is missing"),
+        ("prune small --keep 2 --data data --out new", "keep=2.0 must be above 0"),
+        ("prune small --keep 0.5 --data text.txt --out new", "text.txt"),
+        ("prune small --keep 0.5 --data small --out new", "holds no prepared corpus"),
+        ("prune small --keep 0.5 --data data --split test --out new", "no split 'test'"),
+        ("prune small --keep 0.5 --data data --length 99999 --out new", "too few"),
+        ("prune small --keep 0.5 --data data --sequences 0 --out new", "--sequences 0"),
+        ("prune small --ffn_tokens 97 --data data --out new", "cannot enlarge"),
+        ("prune data --out new", "has no config.json"),
+        ("prune small --out grown", "is in use"),
+        ("merge small absent --out new", "absent is not a model folder"),
+        ("merge small grown", "--out is missing"),
+        ("merge small grown --out data", "is in use"),
+        ("merge small grown --embeddings c --out new", "embeddings='c' is unknown"),
+    ],
+)
+def test_refusals_are_one_line_and_leave_nothing(home, monkeypatch, capsys, arguments, told):
+    before = sorted(path.name for path in home.iterdir())
+    with pytest.raises(SystemExit) as end:
+        run(home, monkeypatch, *arguments.split())
+    error = capsys.readouterr().err
+    assert end.value.code == 2
+    assert error.count("\n") == 1
+    assert told in error
+    assert sorted(path.name for path in home.iterdir()) == before
+
+
+def test_other_tokenizers_shapes_and_vocabularies_are_told(home, monkeypatch, capsys, make_config):
+    twin = tokenformer.TransformerForCausalLM(make_config("transformer"))
+    twin.save_pretrained(home / "twin")
+    for arguments in (("prune", "twin"), ("merge", "small", "twin")):
+        with pytest.raises(SystemExit):
+            run(home, monkeypatch, *arguments, "--out", "new")
+        assert "twin is a tokenformer_transformer model, not a" in capsys.readouterr().err
+    other, _ = trained(make_config, num_hidden_layers=3)
+    other.save_pretrained(home / "other")
+    with pytest.raises(SystemExit):
+        run(home, monkeypatch, "merge", "small", "other", "--out", "new")
+    told = capsys.readouterr().err
+    assert f"vocab_size {VOCAB_SIZE} and 61, num_hidden_layers 2 and 3" in told
+    with pytest.raises(SystemExit):
+        run(home, monkeypatch, "prune", "other", "--data", "data", "--keep", 0.5, "--out", "new")
+    assert "the model one of 61" in capsys.readouterr().err
+    tokenizer = home / "grown" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + "\n")
+    with pytest.raises(SystemExit):
+        run(home, monkeypatch, "merge", "small", "grown", "--out", "new")
+    assert "models of different tokenizers" in capsys.readouterr().err
+    assert not (home / "new").exists()

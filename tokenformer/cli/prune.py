@@ -1,0 +1,106 @@
+"""`tokenformer prune`: a trained model becomes a smaller one, on disk."""
+
+import sys
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenformer.cli.errors import InputError
+from tokenformer.cli.folder import new_folder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BATCH_SIZE = 8
+LONGEST = 512
+
+
+def prune_model(
+    model: Path,
+    data: Path | None = None,
+    keep: float | None = None,
+    out: Path | None = None,
+    qkv_tokens: int | None = None,
+    output_tokens: int | None = None,
+    ffn_tokens: int | None = None,
+    split: str = "train",
+    sequences: int = 128,
+    length: int | None = None,
+    refit: bool = True,
+    json: bool = False,
+) -> None:
+    """Drop the parameter tokens that matter least on data; without data, those that cannot matter.
+
+    Args:
+        model: A model folder.
+        data: A folder made by `tokenformer prepare`, to measure on what each token does. Without it
+            only tokens with zero keys go, at no loss.
+        keep: The share of every layer's tokens to keep, such as 0.5.
+        out: A new folder for the smaller model, with its tokenizer and growth.json, the report; it
+            must be given.
+        qkv_tokens: Instead of --keep: tokens of each of the q, k and v projections.
+        output_tokens: Instead of --keep: tokens of each output projection.
+        ffn_tokens: Instead of --keep: tokens of each feed-forward layer.
+        split: The split to measure on.
+        sequences: How many sequences to measure on, spread over the split.
+        length: Their length; by default what the model was made for, at most 512.
+        refit: Fit the values that are kept to make up for those that are not; --refit=false leaves
+            them as they are.
+        json: Print the report as JSON.
+    """
+    if out is None:
+        raise InputError("--out is missing; name a new folder for the smaller model")
+    for name, value in {"sequences": sequences, "length": length}.items():
+        if value is not None and value < 1:
+            raise InputError(f"--{name} {value} must be at least 1")
+    counts = {"qkv_tokens": qkv_tokens, "output_tokens": output_tokens, "ffn_tokens": ffn_tokens}
+    tokens: dict[str, Any] = {name: n for name, n in counts.items() if n is not None}
+
+    from rich.console import Console
+    from safetensors import SafetensorError
+    from transformers.utils import logging
+
+    from tokenformer.cli.model import load_tokenformer
+    from tokenformer.data.errors import DataError
+    from tokenformer.growth.folder import save
+    from tokenformer.growth.prune import prune
+    from tokenformer.train.distribution import device
+
+    logging.disable_progress_bar()
+    try:
+        with new_folder("--out", out) as folder:
+            whole = load_tokenformer(model).to(device())
+            longest = min(LONGEST, whole.config.max_position_embeddings)
+            batches = None
+            if data is not None:
+                batches = read(data, split, sequences, length or longest, whole.config.vocab_size)
+            with Console(stderr=True).status("measuring what each token does"):
+                smaller, report = prune(whole, batches, keep=keep, refit=refit, **tokens)
+            save(smaller, report, model, folder)
+    except (ValueError, SafetensorError, DataError) as error:
+        line = " ".join(str(error).split())
+        raise InputError(line.replace("batches is missing", "--data is missing")) from None
+    except OSError as error:
+        raise InputError(f"{error.filename or out}: {error.strerror or error}") from None
+    finally:
+        logging.enable_progress_bar()
+    sys.stdout.write(
+        (dumps(report.asdict(), indent=2) if json else f"{report}\nKept in {out}") + "\n"
+    )
+
+
+def read(data: Path, split: str, sequences: int, length: int, vocab_size: int) -> "list[Tensor]":
+    """Token ids [B, T] of sequences spread over a split."""
+    import torch
+
+    from tokenformer.data.batches import fixed_batches
+    from tokenformer.data.corpus import Corpus
+
+    corpus = Corpus(data)
+    if corpus.vocab_size > vocab_size:
+        raise InputError(
+            f"--data {data} has a vocabulary of {corpus.vocab_size}, the model one of "
+            f"{vocab_size}; prepare the text with the model's tokenizer"
+        )
+    found = fixed_batches(corpus.split(split), batch_size=1, length=length, count=sequences)
+    return list(torch.cat(found)[:, :-1].split(BATCH_SIZE))
