@@ -12,6 +12,7 @@
 set -euo pipefail
 recipe=${1:?usage: sbatch recipes/cluster/slurm.sh RECIPE}
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # a node that comes back could not rejoin otherwise
 srun torchrun \
   --nnodes "$SLURM_NNODES" --nproc-per-node 8 --max-restarts 3 \
   --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$first:29500" \

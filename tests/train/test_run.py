@@ -275,7 +275,7 @@ def test_two_ranks_give_the_losses_of_one_and_resume_each_other(recipe, tmp_path
     assert close(losses(together), expected)
 
     # One rank goes on with what two have saved, and the other way round.
-    for first, second in (("two", "one"), ("one", "two")):
+    for first, second in (("two", "one"), ("one", "two"), ("two", "two")):
         out = tmp_path / f"{first}-{second}"
         shutil.copytree(together if first == "two" else alone, out)
         shutil.rmtree(max((out / "checkpoints").iterdir()))  # back to an earlier one

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tokenformer.growth.prefix import set_active_share
 from tokenformer.train.average import WeightAverage
 from tokenformer.train.distribution import device, distribute, hold_gradients, total
 from tokenformer.train.metrics import Row
+from tokenformer.train.nested import NestedDropout
 from tokenformer.train.optimizer import make_optimizer, set_rate
 from tokenformer.train.options import OptimizerOptions, RunOptions, ScheduleOptions
 from tokenformer.train.ranks import Ranks
@@ -74,6 +76,7 @@ class Loop:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=run.precision == "fp16")
         self.watch = SpikeWatch(run.spike_factor)
         self.progress = Progress(step=first_step)
+        self.nested = None if run.nested is None else NestedDropout(tuple(run.nested), run.seed)
         self.before_step: list[Callable[[int], None]] = []
         """Called with the number of the step, counted from 1 in this stage, before it is made."""
         share = run.batch_size // self.ranks.count
@@ -96,7 +99,11 @@ class Loop:
             prepare(step - self.first_step)
         rate = self.peak_rate * rate_factor(step - self.first_step, self.run.steps, self.schedule)
         set_rate(self.optimizer, rate)
+        if self.nested is not None:
+            self.nested.apply(self.task.model, step)
         loss, norm = self.gradients()
+        if self.nested is not None:
+            set_active_share(self.task.model, None)
         self.progress.samples += self.run.batch_size
         self.progress.tokens += self.run.batch_size * self.task.tokens_per_sample
         self.progress.flops += self.run.batch_size * self.task.flops_per_sample

@@ -32,7 +32,7 @@ def states() -> dict[str, Tensor]:
 
 def restore(states: dict[str, Tensor]) -> None:
     """Set the generators; the state of an accelerator that is not here is passed over."""
-    torch.set_rng_state(states["cpu"])
+    torch.set_rng_state(states["cpu"].clone())  # a view into a larger tensor would crash torch
     position, has_normal = states["numpy_position"].tolist()
     keys = states["numpy"].numpy().astype(np.uint32)
     normal = states["numpy_normal"].item()
@@ -43,4 +43,4 @@ def restore(states: dict[str, Tensor]) -> None:
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
         if kind in states:
-            torch.get_device_module(kind).set_rng_state(states[kind])
+            torch.get_device_module(kind).set_rng_state(states[kind].clone())
