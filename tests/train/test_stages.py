@@ -10,6 +10,7 @@ import torch
 
 from tests.train.conftest import MODEL, SECTIONS
 from tests.train.test_run import close, finish, losses, two_ranks
+from tokenformer.cli import main
 from tokenformer.train import checkpoint
 from tokenformer.train.options import GrowthOptions, Recipe, ScheduleOptions, StageOptions
 from tokenformer.train.recipe import Materials
@@ -195,3 +196,38 @@ def test_a_mistaken_stage_is_named(staged, tmp_path, stage, told):
     assert done.returncode == 2, done.stderr
     assert told in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_checkpoint_grows_with_its_optimizer_into_a_run_that_goes_on(recipe, tmp_path, capsys):
+    small, large = tmp_path / "small", tmp_path / "large"
+    assert finish(recipe, small, "--run.steps", "10", "--run.ema", "0.9").returncode == 0
+    path = small / "checkpoints" / "step-00000010"
+    sizes = ["--qkv_tokens", "48", "--ffn_tokens", "200"]
+    main(["grow", str(path), *sizes, "--optimizer_state", "mean", "--out", str(large)])
+    assert "Kept in" in capsys.readouterr().out
+    done = finish(recipe, large, "--run.steps", "14", "--run.ema", "0.9")
+    assert done.returncode == 0, done.stderr
+    assert [step for step, *_ in losses(large)] == [11, 12, 13, 14]
+    assert losses(large)[0][1] == pytest.approx(losses(small)[-1][1], rel=0.1)
+    assert json.loads((large / "model" / "config.json").read_text())["ffn_tokens"] == 200
+    # It goes on as a second stage with the same growth does.
+    sections = json.loads(recipe.read_text())
+    grow = {"sizes": {"qkv_tokens": 48, "ffn_tokens": 200}, "optimizer_state": "mean"}
+    sections["stages"] = [{"steps": 10}, {"steps": 4, "grow": grow}]
+    recipe.write_text(json.dumps(sections))
+    staged = tmp_path / "stages"
+    assert finish(recipe, staged, "--run.ema", "0.9").returncode == 0
+    assert losses(staged)[10][1] == losses(large)[0][1]
+
+    main(["grow", str(small), *sizes, "--out", str(tmp_path / "model")])
+    assert (tmp_path / "model" / "tokenizer.json").exists()
+    for arguments in (["--optimizer_state", "mean"], ["--old_rate", "-1"]):
+        source = small if arguments[0] == "--optimizer_state" else path
+        with pytest.raises(SystemExit) as end:
+            main(["grow", str(source), *sizes, *arguments, "--out", str(tmp_path / "none")])
+        assert end.value.code == 2
+    (path / "state.json").write_text("torn")
+    with pytest.raises(SystemExit):
+        main(["grow", str(path), *sizes, "--out", str(tmp_path / "none")])
+    assert "state.json" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()

@@ -23,13 +23,16 @@ def grow_model(
     num_hidden_layers: int | None = None,
     intermediate_size: int | None = None,
     num_attention_heads: int | None = None,
+    optimizer_state: str | None = None,
+    old_rate: float | None = None,
     seed: int = 0,
     json: bool = False,
 ) -> None:
     """Make a trained model larger: a TokenFormer by tokens, knowing all it knew; a Transformer too.
 
     Args:
-        model: A model folder.
+        model: A model folder, a run (its model), or a checkpoint of a run. A checkpoint grows with
+            its optimizer; --out is then a run that `tokenformer train RECIPE --out` goes on with.
         to: The size to grow to: a preset (354m, 757m, ...), for a TokenFormer of the same width and
             depth, or the folder of another model.
         out: A new folder for the grown model, with its tokenizer and growth.json, the report; it
@@ -48,14 +51,24 @@ def grow_model(
         intermediate_size: Instead of --to, of a Transformer: hidden units of each feed-forward
             layer.
         num_attention_heads: Instead of --to, of a Transformer: its heads; the width follows.
+        optimizer_state: Of a checkpoint: keep the moments of what was there before (the default),
+            give new entries the mean second moment, or reset all.
+        old_rate: Factor on the learning rate of the tokens that were there before; 0 freezes them.
         seed: Seed of what is drawn.
         json: Print the report as JSON.
     """
     if out is None:
         raise InputError("--out is missing; name a new folder for the grown model")
-    if not (model / "config.json").exists():
-        raise InputError(f"{model} is not a model folder: it has no config.json")
+    is_checkpoint = (model / "manifest.json").exists()
+    if not is_checkpoint:
+        if (model / "model" / "config.json").exists():
+            model = model / "model"
+        if not (model / "config.json").exists():
+            raise InputError(f"{model} is not a model folder: it has no config.json")
+        if optimizer_state is not None:
+            raise InputError(f"--optimizer_state {optimizer_state} is for a checkpoint of a run")
     of_tokens = {
+        "old_rate": old_rate,
         "init": init,
         "scale": scale,
         "qkv_tokens": qkv_tokens,
@@ -83,6 +96,11 @@ def grow_model(
     }
     logging.disable_progress_bar()
     try:
+        if is_checkpoint:
+            state = optimizer_state or "keep"
+            report = grow_run(model, out, to, seed, state, {**of_tokens, **of_widths})
+            show(report, out, json)
+            return
         family = type(AutoConfig.from_pretrained(model))
         if family not in families:
             raise InputError(f"{model} holds a model of another kind, {family.model_type}")
@@ -100,6 +118,29 @@ def grow_model(
         raise InputError(f"{error.filename or out}: {error.strerror or error}") from None
     finally:
         logging.enable_progress_bar()
-    sys.stdout.write(
-        (dumps(report.asdict(), indent=2) if json else f"{report}\nKept in {out}") + "\n"
-    )
+    show(report, out, json)
+
+
+def grow_run(
+    path: Path, out: Path, to: str | None, seed: int, state: str, options: dict[str, Any]
+) -> Any:
+    """A checkpoint to the beginning of a new run."""
+    from tokenformer.train.options import GrowthOptions
+    from tokenformer.train.ranks import CheckpointError
+    from tokenformer.train.seam import grow_saved
+
+    sizes = {name: value for name, value in options.items() if value is not None}
+    own = {
+        name: sizes.pop(name) for name in ("init", "scale", "method", "old_rate") if name in sizes
+    }
+    told = GrowthOptions(to=to, sizes=sizes, seed=seed, optimizer_state=state, **own)  # type: ignore[arg-type]
+    try:
+        with new_folder("--out", out) as folder:
+            return grow_saved(path, folder, told)
+    except CheckpointError as error:
+        raise InputError(str(error)) from None
+
+
+def show(report: Any, out: Path, json: bool) -> None:
+    text = dumps(report.asdict(), indent=2) if json else f"{report}\nKept in {out}"
+    sys.stdout.write(text + "\n")

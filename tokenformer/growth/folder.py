@@ -74,12 +74,15 @@ def grow_folder(
     init: str = "zero",
     scale: str | None = None,
     seed: int = 0,
+    old_rate: float | None = None,
     **tokens: Tokens,
 ) -> GrowthReport:
     """As `grow`, from the model folder `source` to `out`, with the tokenizer and the report."""
     config = TokenformerConfig.from_pretrained(source)
     sizes = target_sizes(config, to, tokens)
-    growth = TokenGrowth(TokenformerForCausalLM, config, sizes, init=init, scale=scale, seed=seed)
+    growth = TokenGrowth(
+        TokenformerForCausalLM, config, sizes, init=init, scale=scale, seed=seed, old_rate=old_rate
+    )
     with stored_tensors(source) as stored:
         tensors = growth.tensors(stored.__getitem__, stored.names)
     report = growth.report()

@@ -53,6 +53,7 @@ __all__ = [
     "latest",
     "load",
     "prune",
+    "read_document",
     "read_state",
     "save",
     "write",
@@ -212,9 +213,15 @@ def load(
 
 def read_state(path: Path) -> dict[str, Any]:
     """The caller's state in a checkpoint that `latest` has verified."""
-    with Ranks().together(f"checkpoint {path} cannot be read"):
-        state: dict[str, Any] = json.loads((path / STATE).read_text())["state"]
+    state: dict[str, Any] = read_document(path)["state"]
     return state
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """All that a checkpoint holds besides tensors."""
+    with Ranks().together(f"checkpoint {path} cannot be read"):
+        document: dict[str, Any] = json.loads((path / STATE).read_text())
+    return document
 
 
 def only(tensors: Mapping[str, Any], kind: str) -> dict[str, Any]:

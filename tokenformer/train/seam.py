@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tokenformer.growth.folder import REPORT
 from tokenformer.growth.grow import grow
 from tokenformer.growth.optimizer_state import grow_average, grow_optimizer
 from tokenformer.growth.plan import grown_config, target_sizes
 from tokenformer.growth.report import GrowthReport
 from tokenformer.models.configuration import TokenformerConfig
-from tokenformer.train import checkpoint
+from tokenformer.train import checkpoint, manifest
 from tokenformer.train.average import WeightAverage
 from tokenformer.train.loop import Loop
 from tokenformer.train.optimizer import make_optimizer
@@ -61,6 +62,48 @@ def grow_checkpoint(
         if loop.average is not None and name in averages:
             loop.average.tensors[name] = follow(averages[name], parameter)
     return loop, report
+
+
+def grow_saved(path: Path, out: Path, options: GrowthOptions) -> GrowthReport:
+    """A checkpoint of a run, grown with its optimizer and average, as the first checkpoint of a run
+    in the folder `out`: `tokenformer train RECIPE --out OUT` goes on with the larger model."""
+    manifest.verify(path, hashes=True)
+    document = checkpoint.read_document(path)
+    state = document["state"]
+    model = blank(state["config"])
+    draw_weights(model, 0, torch.device("cpu"))
+    optimizer = saved_optimizer(model, document["optimizer"])
+    _, extra = checkpoint.load(path, model=model, optimizer=optimizer, hashes=False)
+    larger, report = grow_as_told(model, options)
+    grown = grow_optimizer(optimizer, report, state=options.optimizer_state)
+    averages = {
+        f"ema.{name}": grow_average(
+            extra[f"ema.{source}"], report.old[source], parameter, report.origins[name]
+        )
+        for name, parameter in report.new.items()
+        if extra and (source := report.origins[name].name) is not None
+    }
+    checkpoint.save(
+        out / "checkpoints",
+        model=larger,
+        optimizer=grown,
+        state={**state, "config": larger.config.to_dict(), "best": None, "recent": []},
+        extra=averages,
+    )
+    report.save(out / REPORT)
+    return report
+
+
+def saved_optimizer(model: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """An optimizer with the groups of a checkpoint, to load its state into."""
+    parameters = dict(model.named_parameters())
+    return torch.optim.AdamW(
+        [
+            {**group["options"], "params": [parameters[name] for name in group["parameters"]]}
+            for group in groups
+        ],
+        fused=True,
+    )
 
 
 def check_growth(config: Any, stages: list[Stage]) -> None:
