@@ -36,4 +36,4 @@ def test_recipe(path: Path) -> None:
 
 
 def test_there_are_recipes():
-    assert len(RECIPES) >= 14
+    assert len(RECIPES) >= 18

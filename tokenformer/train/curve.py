@@ -1,5 +1,6 @@
-"""The picture of a run: training and held-out loss over tokens."""
+"""The picture of a run: training and held-out loss over tokens, and where the model grew."""
 
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
@@ -28,6 +29,17 @@ def draw_loss(rows: list[Row], path: Path, title: str) -> None:
         marker="o",
         label="held out",
     )
+    for before, after in pairwise(rows):
+        if after.get("stage") != before.get("stage"):
+            axes.axvline(before["tokens"], color="grey", linewidth=0.8, linestyle="--")
+            axes.annotate(
+                "grown",
+                (before["tokens"], 1),
+                xycoords=("data", "axes fraction"),
+                xytext=(3, -12),
+                textcoords="offset points",
+                color="grey",
+            )
     axes.set(xlabel="tokens", ylabel="loss (nats per token)", title=title)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)
