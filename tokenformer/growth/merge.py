@@ -90,9 +90,11 @@ def merge(
     check_same(a, b)
     others = {name: tensor.to(a.device) for name, tensor in b.state_dict().items()}
     replacements = {}
-    for name, (_, module) in layers_of(a).items():
+    for name, (place, module) in layers_of(a).items():
         pair = token_set(module), token_set(b.get_submodule(name), a.device)
-        replacements[name] = joined(*pair, module.theta, 0.5 if own == "average" else 1.0)
+        replacements[name] = joined(
+            *pair, module.theta, 0.5 if own == "average" else 1.0, b.config.row_rates(*place)
+        )
 
     def combined(name: str, tensor: Tensor) -> tuple[Tensor, Origin]:
         if embeddings == "a":
@@ -135,7 +137,9 @@ class Pairing:
     own_b: list[int]
 
 
-def joined(a: TokenSet, b: TokenSet, theta: str, factor: float) -> Replacement:
+def joined(
+    a: TokenSet, b: TokenSet, theta: str, factor: float, rates_of_b: list[float] | None = None
+) -> Replacement:
     """The tokens of both; those of one alone with their value times `factor`."""
     rows = paired(a, b)
     factors = a.values.new_ones(a.size, 1)
@@ -150,6 +154,7 @@ def joined(a: TokenSet, b: TokenSet, theta: str, factor: float) -> Replacement:
         tokens,
         torch.cat([torch.arange(a.size), torch.full((added,), NEW)]),
         torch.cat([factors, factors.new_ones(added, 1)]),
+        [1.0 if rates_of_b is None else rates_of_b[row] for row in rows.own_b],
     )
 
 

@@ -113,7 +113,11 @@ def keep_tokens(
         factor = share if scale == "measured" else 1.0
         tokens[name] = TokenSet(before.keys[rows], before.values[rows], before.scale * factor)
     if batches is not None:
-        losing = {name: tokens[name] for name in shares}
+        # The values of frozen tokens are not to be touched.
+        frozen = [
+            n for n, (p, _) in layers_of(model).items() if 0 in (model.config.row_rates(*p) or [])
+        ]
+        losing = {name: tokens[name] for name in shares if name not in frozen}
         for name, values in refitted(model, losing, batches).items():
             tokens[name] = replace(tokens[name], values=values)
     replacements = {name: Replacement(tokens[name], rows) for name, rows in kept.items()}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenformer.growth.assembly import assemble
-from tokenformer.growth.origin import Origin
+from tokenformer.growth.origin import NEW, Origin
 from tokenformer.growth.plan import grown_config
 from tokenformer.growth.probe import layer_change, output_change
 from tokenformer.growth.report import GrowthReport, Part
@@ -30,6 +30,16 @@ class Replacement:
     rows: Tensor  # [n']
     value_scale: float | Tensor = 1.0
     """What the old values were multiplied by: one number, or one a row [n', 1]."""
+    new_rates: list[float] | None = None
+    """Factors on the learning rate of the new rows, in their order; by default 1."""
+
+    def rates(self, before: list[float] | None) -> list[float]:
+        """Of every row, from those of the old ones."""
+        fresh = iter(self.new_rates or [])
+        return [
+            next(fresh, 1.0) if row == NEW else (1.0 if before is None else before[row])
+            for row in self.rows.tolist()
+        ]
 
 
 def check_tokenformer(model: Any, verb: str) -> None:
@@ -70,11 +80,12 @@ def replace_tokens(
     for name, tensor in model.state_dict().items():
         if name.rpartition(".")[0] not in layers:
             made[name], origins[name] = copied(name, tensor)
-    parts, sizes, scales = [], {}, {}
+    parts, sizes, scales, rates = [], {}, {}, {}
     for name, (place, module) in layers.items():
         before, new = token_set(module), replacements[name]
         after = new.tokens
         sizes[place], scales[place] = after.size, after.scale
+        rates[place] = new.rates(config.row_rates(*place))
         keys, values = f"{name}.key_tokens", f"{name}.value_tokens"
         made |= {keys: after.keys, values: after.values}
         # A value that was multiplied passes on as much less of the gradient to its key.
@@ -87,7 +98,7 @@ def replace_tokens(
         change = layer_change(module, (before.keys, before.values, before.scale),
                               (after.keys, after.values, after.scale), seed=0)  # fmt: skip
         parts.append(Part(name, (before.size,), (after.size,), before.scale, after.scale, change))
-    new_config = grown_config(config, sizes, scales, learned_scale=learned)
+    new_config = grown_config(config, sizes, scales, learned_scale=learned, rates=rates)
     changed = assemble(type(model), new_config, made)
     changed.train(model.training)
     report = GrowthReport(
