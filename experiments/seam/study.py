@@ -42,6 +42,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero, warm-up 50": {"warmup_steps": 50},
     "zero, mean, rate / 2": {"optimizer_state": "mean", "rate": 0.5},
     "clone, mean": {"init": "clone", "optimizer_state": "mean"},
+    "zero_value, mean": {"init": "zero_value", "optimizer_state": "mean"},
+    "zero_value, reset": {"init": "zero_value", "optimizer_state": "reset"},
     "random, mean": {"init": "random", "optimizer_state": "mean"},
     "zero, after the decay": {"after_decay": True},
     "zero, reset, after the decay": {"after_decay": True, "optimizer_state": "reset"},
