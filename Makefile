@@ -1,7 +1,7 @@
 # Every target does its own set-up, once: the environment is made again only when pyproject.toml changes.
 PYTHON ?= python3
 BIN := .venv/bin
-SOURCES := tokenformer tests benchmarks
+SOURCES := tokenformer tests benchmarks experiments
 
 .PHONY: demo test test-slow check format clean
 .DELETE_ON_ERROR:

@@ -55,3 +55,24 @@ def test_it_steps():
     before = model["linear"].weight.clone()
     optimizer.step()
     assert (model["linear"].weight != before).all()
+
+
+def test_a_learned_scale_moves_by_a_share_of_itself(make_config):
+    import tokenformer
+
+    model = tokenformer.TokenformerForCausalLM(make_config("tokenformer", learned_scale=True))
+    optimizer = make_optimizer(model, OptimizerOptions(learning_rate=0.01))
+    set_rate(optimizer, 0.01)
+    scales = {n: p for n, p in model.named_parameters() if n.endswith("scale_tokens")}
+    before = {name: scale.item() for name, scale in scales.items()}
+    tokens = torch.randint(61, (2, 20))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    for name, scale in scales.items():
+        assert abs(scale.item() - before[name]) == pytest.approx(0.01 * before[name], rel=0.2)
+    groups = [
+        g
+        for g in optimizer.param_groups
+        if any(p is s for p in g["params"] for s in scales.values())
+    ]
+    assert all(group["weight_decay"] == 0 for group in groups)

@@ -93,7 +93,7 @@ def replace_tokens(
         origins[values] = Origin(values, new.rows, scale=new.value_scale)
         if learned:
             own = f"{name}.scale_tokens"
-            made[own] = after.keys.new_tensor(after.scale)
+            made[own] = after.keys.new_tensor([after.scale])
             origins[own] = Origin(own if config.learned_scale else None)
         change = layer_change(module, (before.keys, before.values, before.scale),
                               (after.keys, after.values, after.scale), seed=0)  # fmt: skip

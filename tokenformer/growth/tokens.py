@@ -186,7 +186,7 @@ class TokenGrowth:
         made = {f"{layer}.key_tokens": after.keys, f"{layer}.value_tokens": after.values}
         if self.learned:
             name = f"{layer}.scale_tokens"
-            made[name] = torch.tensor(after.scale, dtype=after.keys.dtype, device=after.keys.device)
+            made[name] = after.keys.new_tensor([after.scale])
             self.origins[name] = Origin(name if self.before.learned_scale else None)
         return made
 

@@ -283,7 +283,7 @@ def tokenformer_projections(config: TokenformerConfig, layer: int) -> list[nn.Mo
             out_features,
             config.tokens(name, layer),
             theta=config.theta,
-            scale_tokens=nn.Parameter(torch.tensor(scale)) if config.learned_scale else scale,
+            scale_tokens=nn.Parameter(torch.tensor([scale])) if config.learned_scale else scale,
             approximate=config.approximate,
             eps=config.theta_eps,
         )

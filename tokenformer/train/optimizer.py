@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from tokenformer.layers.pattention import Pattention
 from tokenformer.train.options import OptimizerOptions
 
 
@@ -18,8 +19,9 @@ def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.O
     for pattern in options.rates:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"rates: no parameter matches {pattern!r}; one is called {names[-1]}")
+    scales = first_scales(model)
     for name, parameter in model.named_parameters():
-        rate = rate_of(name, options)
+        rate = rate_of(name, options) * scales.get(name, 1.0)
         parameter.requires_grad_(rate > 0)
         if rate > 0:
             groups.setdefault((rate, parameter.ndim >= 2), []).append(parameter)
@@ -39,6 +41,16 @@ def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.O
         eps=options.eps,
         fused=True,
     )
+
+
+def first_scales(model: nn.Module) -> dict[str, float]:
+    """What learned scales begin with. AdamW moves every number by about the rate; a scale is in the
+    hundreds or thousands, and is to move by that share of itself."""
+    return {
+        f"{name}.scale_tokens": module.first_scale
+        for name, module in model.named_modules()
+        if isinstance(module, Pattention) and isinstance(module.scale_tokens, nn.Parameter)
+    }
 
 
 def rate_of(name: str, options: OptimizerOptions) -> float:
