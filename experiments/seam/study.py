@@ -104,7 +104,7 @@ def train(recipe: Any, folder: Path) -> None:
     from tokenformer.train.recipe import Materials, record
     from tokenformer.train.run import Run
 
-    if not (folder / "model").exists():
+    if not (folder / "loss.png").exists():
         record(recipe, folder)
         Run(folder, recipe, Materials(recipe), lambda line: None).go(lambda row: None)
 
@@ -127,6 +127,7 @@ def run_variant(job: tuple[Path, Path, str, int, float]) -> dict[str, Any]:
         unfinished = folder.with_name(f".{folder.name}")
         shutil.copytree(out / f"small-{kind}-{seed}", unfinished, dirs_exist_ok=True)
         shutil.rmtree(unfinished / "model")
+        (unfinished / "loss.png").unlink()
         (unfinished / "config.yaml").unlink()
         unfinished.rename(folder)
     train(recipe, folder)

@@ -179,6 +179,23 @@ def test_a_run_that_is_under_way_is_not_begun_again(recipe, tmp_path):
     assert finish(recipe, tmp_path / "run", "--run.steps", "2").returncode == 0
 
 
+def test_the_model_can_be_loaded_while_the_run_goes_on(corpus, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    run = make_run(corpus, tmp_path / "run", [])
+    held_out = {}
+
+    def look(row):
+        if row["step"] == 9:  # the last export is that of the checkpoint at step 5
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+            held_out[5] = model.model.norm.weight.detach().clone()
+        if row["step"] == 5:
+            held_out["live"] = run.loop.task.model.model.norm.weight.detach().clone()
+
+    run.go(look)
+    assert torch.equal(held_out[5], held_out["live"])
+
+
 def test_another_recipe_in_the_same_folder_is_refused(recipe, tmp_path):
     out = tmp_path / "run"
     assert finish(recipe, out, "--max_steps", "2").returncode == 0

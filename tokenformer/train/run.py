@@ -194,6 +194,8 @@ class Run:
         }
         extra = {} if self.loop.average is None else self.loop.average.stored()
         saver.save(self.checkpoints, model=model, optimizer=optimizer, state=state, extra=extra)
+        if not self.finished:
+            self.export()
 
     def prune(self) -> None:
         best = None if self.best is None else self.best[1]
@@ -228,9 +230,13 @@ class Run:
         self.report(f"{where}; rolled back to step {self.loop.progress.step}")
         write(row)
 
-    def conclude(self) -> None:
+    def export(self) -> None:
+        """The model as it is validated, for anyone to load while training goes on."""
         with self.loop.averaged():
             export(self.loop.task.model, self.materials.tokenizer, self.folder / MODEL)
+
+    def conclude(self) -> None:
+        self.export()
         if self.ranks.first:
             rows = read_metrics(self.folder / METRICS)
             draw_loss(
