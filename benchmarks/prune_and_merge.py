@@ -1,0 +1,204 @@
+"""What pruning and joining cost in bits per byte, on a byte model of two layers, in minutes.
+
+    .venv/bin/python benchmarks/prune_and_merge.py prune
+    .venv/bin/python benchmarks/prune_and_merge.py merge --enwik8 enwik8.gz
+
+`prune` trains a model of 0.6M parameters on Python's standard library and drops more and more of
+its tokens, with and without correction of the scale and refit of the values, chosen by contribution
+or by lot. `merge` trains an ancestor on Python and Wikipedia, grows it by zero keys, fine-tunes one
+copy on each (the new tokens alone, or all), and joins them. Figures are of text that no model has
+seen.
+"""
+
+import argparse
+import gzip
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tokenformer
+from tokenformer.data.batches import fixed_batches
+from tokenformer.data.byte_tokenizer import VOCAB_SIZE
+from tokenformer.data.standard_library import standard_library
+from tokenformer.data.token_ids import TokenIds
+from tokenformer.growth.prune import best, keep_tokens
+from tokenformer.growth.statistics import token_statistics
+from tokenformer.growth.tokens import layers_of
+from tokenformer.train.loop import Loop, train
+from tokenformer.train.options import OptimizerOptions, RunOptions, ScheduleOptions
+from tokenformer.train.task import LanguageTask
+
+LENGTH = 128
+CORPUS = 2_000_000
+HELD_OUT = 200_000
+PIECE = 10_000
+KEPT = (1.0, 0.9, 0.75, 0.5, 0.25)
+
+
+def small_model() -> Any:
+    config = tokenformer.TokenformerConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        qkv_tokens=128,
+        output_tokens=128,
+        ffn_tokens=512,
+        max_position_embeddings=LENGTH,
+        variant="paper",
+        positions="rotary",
+        rotary_fraction=0.5,
+    )
+    return tokenformer.TokenformerForCausalLM(config)
+
+
+def learn(model: Any, tokens: TokenIds, steps: int, rate: float, decay: float = 0.1) -> None:
+    task = LanguageTask(model, tokens, tokens[:HELD_OUT], length=LENGTH)
+    loop = Loop(
+        task,
+        OptimizerOptions(learning_rate=rate, weight_decay=decay),
+        ScheduleOptions(warmup_steps=50),
+        RunOptions(steps=steps, batch_size=8, validate_every=steps, validation_sequences=1),
+    )
+    train(loop, lambda row: None)
+
+
+def windows(tokens: TokenIds, count: int) -> Tensor:
+    return torch.cat(fixed_batches(tokens, batch_size=1, length=LENGTH, count=count))
+
+
+@torch.no_grad()
+def bits_per_byte(logits: Any, held_out: Tensor) -> float:
+    """`logits` maps ids to logits: a model's, or a mixture of two."""
+    losses = [
+        F.cross_entropy(logits(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).item()
+        for batch in held_out.split(32)
+    ]
+    return sum(losses) / len(losses) / math.log(2)
+
+
+def of(model: Any) -> Any:
+    return lambda ids: model(input_ids=ids, use_cache=False).logits
+
+
+def mean_of(a: Any, b: Any) -> Any:
+    return lambda ids: (of(a)(ids) + of(b)(ids)) / 2
+
+
+def prune_curve(steps: int) -> None:
+    tokens, unseen = standard_library()
+    torch.manual_seed(0)
+    model = small_model()
+    start = time.perf_counter()
+    learn(model, tokens, steps, 1.5e-3)
+    seconds = time.perf_counter() - start
+    held_out = windows(unseen, 256)
+    batches = windows(tokens, 128)[:, :-1].split(8)
+    print(f"{steps} steps in {seconds:.0f} s: {bits_per_byte(of(model), held_out):.3f}")
+    statistics = token_statistics(model, batches)
+    shares = {name: found.share for name, found in statistics.items()}
+    columns = ("scale kept", "scale measured", "and refitted", "by lot", "by lot, refitted")
+    print(f"| keep | parameters | {' | '.join(columns)} |\n{'|---' * 7}|")
+    for keep in KEPT:
+        frozen, _ = tokenformer.prune(model, batches, keep=keep, scale="frozen", refit=False)
+        measured, _ = tokenformer.prune(model, batches, keep=keep, refit=False)
+        refitted, _ = tokenformer.prune(model, batches, keep=keep)
+        lot = {
+            name: best(
+                refitted.get_submodule(name).num_tokens,
+                torch.zeros(module.num_tokens, dtype=torch.bool),
+                torch.rand(module.num_tokens).double(),
+            )
+            for name, (_, module) in layers_of(model).items()
+        }
+        drawn, _ = keep_tokens(model, lot, shares)
+        drawn_refitted, _ = keep_tokens(model, lot, shares, list(batches))
+        found = (frozen, measured, refitted, drawn, drawn_refitted)
+        cells = [f"{bits_per_byte(of(each), held_out):.3f}" for each in found]
+        print(f"| {keep:g} | {refitted.num_parameters():,} | {' | '.join(cells)} |", flush=True)
+
+
+def train_new_tokens_alone(model: Any, old: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if not name.endswith("_tokens"):
+            parameter.requires_grad_(False)
+            continue
+        fresh = torch.zeros(len(parameter), 1)
+        fresh[len(old.get_parameter(name)) :] = 1
+        parameter.register_hook(lambda gradient, fresh=fresh: gradient * fresh)
+
+
+def average_weights(a: Any, b: Any) -> nn.Module:
+    mean = type(a)(a.config).eval()
+    with torch.no_grad():
+        for name, parameter in mean.named_parameters():
+            parameter.copy_((a.get_parameter(name) + b.get_parameter(name)) / 2)
+    return mean
+
+
+def merge_table(enwik8: Path, steps: int) -> None:
+    python, python_unseen = standard_library()
+    python = python[:CORPUS]
+    with gzip.open(enwik8) if enwik8.suffix == ".gz" else enwik8.open("rb") as file:
+        text = np.frombuffer(file.read(CORPUS + HELD_OUT), dtype=np.uint8).astype(np.uint16)
+    wiki, wiki_unseen = text[:CORPUS], text[CORPUS:]
+    pieces = [c[i : i + PIECE] for i in range(0, CORPUS, PIECE) for c in (wiki, python)]
+    held_out = windows(wiki_unseen, 256), windows(python_unseen, 256)
+    torch.manual_seed(0)
+    ancestor = small_model()
+    learn(ancestor, np.concatenate(pieces), 2 * steps, 1.5e-3)
+
+    def line(name: str, logits: Any, size: int | str) -> None:
+        wiki_bits, python_bits = (bits_per_byte(logits, each) for each in held_out)
+        print(f"| {name} | {size} | {wiki_bits:.3f} | {python_bits:.3f} |", flush=True)
+
+    print("| model | ffn tokens | Wikipedia | Python |\n|---|---|---|---|")
+    line("ancestor", of(ancestor), 512)
+    sizes = {"qkv_tokens": 160, "output_tokens": 160, "ffn_tokens": 640}
+    for trained in ("new tokens", "all"):
+        tuned = []
+        for seed, corpus in enumerate((wiki, python)):
+            model, _ = tokenformer.grow(ancestor, **sizes, init="zero", seed=seed)
+            if trained == "new tokens":
+                train_new_tokens_alone(model, ancestor)
+                learn(model, corpus, steps, 1.5e-3, decay=0.0)
+            else:
+                learn(model, corpus, steps, 5e-4)
+            tuned.append(model.eval())
+        a, b = tuned
+        line(f"a: {trained} trained on Wikipedia", of(a), 640)
+        line(f"b: {trained} trained on Python", of(b), 640)
+        joined, _ = tokenformer.merge(a, b)
+        line("merge(a, b)", of(joined), joined.config.ffn_tokens)
+        total, _ = tokenformer.merge(a, b, own="sum")
+        line('merge(a, b, own="sum")', of(total), total.config.ffn_tokens)
+        batches = torch.cat([windows(corpus, 64)[:, :-1] for corpus in (wiki, python)]).split(8)
+        pruned, _ = tokenformer.prune(joined, batches, **sizes)
+        line("merge(a, b), pruned on both texts", of(pruned), 640)
+        line("mean of the logits of a and b", mean_of(a, b), "2 x 640")
+        line("mean of the weights of a and b", of(average_weights(a, b)), 640)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=["prune", "merge"])
+    parser.add_argument("--enwik8", type=Path, default=Path("enwik8.gz"))
+    parser.add_argument("--steps", type=int)
+    options = parser.parse_args()
+    start = time.perf_counter()
+    if options.what == "prune":
+        prune_curve(options.steps or 1000)
+    else:
+        merge_table(options.enwik8, options.steps or 200)
+    print(f"{time.perf_counter() - start:.0f} s, torch {torch.__version__}, "
+          f"{torch.get_num_threads()} threads")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
