@@ -3,13 +3,17 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tokenformer.cli.demo import GROWN, PROMPT, SMALL, verdict
 from tokenformer.cli.errors import InputError
 from tokenformer.cli.folder import new_folder
 from tokenformer.cli.terminal import printable
@@ -17,35 +21,123 @@ from tokenformer.cli.terminal import printable
 COMMAND = [sys.executable, "-m", "tokenformer", "demo"]
 
 
-def demo(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+def demo(
+    *arguments: object, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, *map(str, arguments)],
+        cwd=cwd,
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
     )
 
 
-def test_demo_keeps_a_model_that_transformers_can_load(tmp_path):
-    out = tmp_path / "kept"
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """What a short demo keeps, and what it prints."""
+    out = tmp_path_factory.mktemp("demo") / "kept"
     # An ASCII terminal is the hardest: the untrained model's sample is full of other characters.
-    done = demo("--steps", 3, "--out", out, PYTHONIOENCODING="ascii")
+    done = demo("--steps", 2, "--out", out, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
-    assert "def main" in done.stdout
+    return out, done.stdout
 
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert {"step", "tokens", "flops", "seconds", "loss", "lr"} <= rows[0].keys()
-    assert {"val_loss", "val_bpb"} <= rows[-1].keys()
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
+def test_demo_keeps_what_it_promises(kept):
+    out, printed = kept
+    assert {path.name for path in out.iterdir()} == {
+        "growth.json",
+        "growth.png",
+        "metrics",
+        "model",
+        "small",
+    }
+    assert str(out / "growth.png") in printed
+    assert (out / "growth.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("growing", "tokenformer", "transformer"):
+        rows = rows_of(out / "metrics" / f"{name}.jsonl")
+        assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+        assert {"step", "tokens", "flops", "seconds", "loss", "lr"} <= rows[0].keys()
+        assert {"val_loss", "val_bpb"} <= rows[-1].keys()
+
+
+@pytest.mark.parametrize("name", ["model", "small"])
+def test_transformers_can_load_what_the_demo_keeps(kept, name):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(out / "model")
-    model = AutoModelForCausalLM.from_pretrained(out / "model")
+    folder = kept[0] / name
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     assert type(model).__name__ == "TokenformerForCausalLM"
+    wanted = {"model": GROWN, "small": SMALL}[name]
+    assert {option: getattr(model.config, option) for option in wanted} == wanted
     written = model.generate(**tokenizer("import ", return_tensors="pt"), max_new_tokens=4)
     assert tokenizer.decode(written[0]).startswith("import ")
+
+
+def test_nothing_changes_at_the_seam(kept):
+    out, printed = kept
+    growth = json.loads((out / "growth.json").read_text())
+    before, after = growth["bits_per_byte_before"], growth["bits_per_byte_after"]
+    assert after == pytest.approx(before, abs=1e-6)
+    assert growth["max_output_change"] < 1e-6
+    assert growth["parameters_after"] > 2 * growth["parameters_before"]
+    assert growth["sample_before"] == growth["sample_after"]
+    assert growth["sample_before"].startswith(PROMPT)
+    shown = re.findall(r"held-out loss (?:before|after) +(\S+) bits per byte", printed)
+    assert [float(number) for number in shown] == pytest.approx([before, after], abs=1e-6)
+    assert "the same text before and after" in printed
+    # The curve goes through the seam.
+    rows = rows_of(out / "metrics" / "growing.jsonl")
+    assert rows[1]["val_bpb"] == pytest.approx(before, abs=1e-6)
+
+
+def test_the_table_says_what_each_model_cost(kept):
+    out, printed = kept
+    names = [
+        "small, at the seam",
+        "grown, at its end",
+        "TokenFormer from scratch",
+        "Transformer from scratch",
+    ]
+    lines = printed.replace("|", " ").splitlines()  # the columns' border in ASCII
+    cells = [
+        line.removeprefix(name).split()
+        for name in names
+        for line in lines
+        if re.match(rf"{name} +[\d,]+ ", line)
+    ]
+    growing = rows_of(out / "metrics" / "growing.jsonl")
+    ends = [
+        growing[1],
+        growing[-1],
+        rows_of(out / "metrics" / "tokenformer.jsonl")[-1],
+        rows_of(out / "metrics" / "transformer.jsonl")[-1],
+    ]
+    assert [row[1] for row in cells] == [f"{end['tokens']:,}" for end in ends]
+    assert [row[-1] for row in cells] == [f"{end['val_bpb']:.3f}" for end in ends]
+    for scratch in ends[2:]:  # the same compute, to half a step
+        assert scratch["flops"] == pytest.approx(ends[1]["flops"], abs=scratch["flops"] / 2)
+
+
+def test_without_out_the_demo_finds_a_folder_and_the_same_seed_gives_the_same_numbers(
+    kept, tmp_path
+):
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    done = demo("--steps", 2, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "runs" / "demo-2"
+    assert "runs/demo-2/growth.png" in done.stdout
+    for name in ("growing", "tokenformer", "transformer"):
+        before, after = (
+            [(row["loss"], row.get("val_loss")) for row in rows_of(file)]
+            for file in (kept[0] / "metrics" / f"{name}.jsonl", out / "metrics" / f"{name}.jsonl")
+        )
+        assert before == after
 
 
 def test_demo_refuses_a_folder_in_use(tmp_path):
@@ -72,16 +164,18 @@ def test_an_interrupted_demo_says_so_and_leaves_nothing_behind(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 60
-    while (
-        not list(tmp_path.glob(".kept.unfinished-*/metrics.jsonl")) and time.monotonic() < deadline
-    ):
-        time.sleep(0.1)
-    assert list(tmp_path.iterdir()), "it works beside its final name"
-    running.send_signal(signal.SIGINT)
-    assert running.communicate(timeout=30)[1].endswith("tokenformer demo: interrupted\n")
-    assert running.returncode == 130
-    assert list(tmp_path.iterdir()) == []
+    try:
+        deadline = time.monotonic() + 60
+        begun = ".kept.unfinished-*/metrics/growing.jsonl"
+        while not list(tmp_path.glob(begun)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert list(tmp_path.iterdir()), "it works beside its final name"
+        running.send_signal(signal.SIGINT)
+        assert running.communicate(timeout=30)[1].endswith("tokenformer demo: interrupted\n")
+        assert running.returncode == 130
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        running.kill()
 
 
 def test_a_folder_is_whole_or_absent(tmp_path):
@@ -109,10 +203,32 @@ def test_a_sample_cannot_steer_the_terminal():
     assert printable("é\ufffd", "ascii") == "??"
 
 
+def test_the_verdict_is_what_came_of_it():
+    def run(*losses: float) -> list[dict[str, Any]]:
+        return [{"flops": 10 * n, "val_bpb": bits} for n, bits in enumerate(losses, start=1)]
+
+    growing = [*run(4.0, 3.0), {"flops": 25}, {"flops": 30, "val_bpb": 2.5}]
+    assert verdict(growing, "TokenFormer", run(5.0, 4.5, 3.0)) == (
+        "Growing ended 0.500 bits per byte below the TokenFormer from scratch; it was there with "
+        "67% of the compute."
+    )
+    assert verdict(growing, "Transformer", run(4.0, 3.0, 2.25)) == (
+        "Growing ended 0.250 bits per byte above the Transformer from scratch."
+    )
+
+
 @pytest.mark.slow
-def test_the_whole_demo_learns(tmp_path):
-    done = demo("--out", tmp_path / "kept")
+def test_the_whole_demo_grows_and_learns(tmp_path):
+    out = tmp_path / "kept"
+    done = demo("--out", out)
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "kept" / "metrics.jsonl").open()]
-    assert rows[-1]["val_bpb"] < 2.5
+    growth = json.loads((out / "growth.json").read_text())
+    shown = re.findall(r"held-out loss (?:before|after) +(\S+) bits per byte", done.stdout)
+    assert float(shown[0]) == pytest.approx(float(shown[1]), abs=2e-6)
+    assert growth["sample_before"] == growth["sample_after"]
+    rows = rows_of(out / "metrics" / "growing.jsonl")
     assert rows[0]["loss"] > 5
+    assert rows[-1]["val_bpb"] < growth["bits_per_byte_before"] - 0.1
+    assert rows[-1]["val_bpb"] < 2.5
+    scratch = rows_of(out / "metrics" / "tokenformer.jsonl")
+    assert rows[-1]["val_bpb"] < scratch[-1]["val_bpb"]
