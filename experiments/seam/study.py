@@ -2,7 +2,7 @@
 
     python experiments/seam/study.py data/enwik8 --out runs/seam --workers 2
 
-A small byte-level model is trained for a while and grows to about four times its size; one factor
+A small byte-level model is trained for a while and grows to eight times its tokens; one factor
 of the growth is changed at a time. Every run is an ordinary `tokenformer train` in stages and goes
 on after an interruption; the trained small model is shared. The result is a table, a row of JSON
 per run (results.jsonl) and curves.png. `--seeds 0 1 2 --only ...` repeats the runs that matter.
@@ -11,14 +11,15 @@ per run (results.jsonl) and curves.png. `--seeds 0 1 2 --only ...` repeats the r
 import argparse
 import json
 import os
+import re
 import shutil
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-SMALL = {"qkv_tokens": 64, "output_tokens": 64, "ffn_tokens": 256}
-LARGE = {"qkv_tokens": 256, "output_tokens": 256, "ffn_tokens": 1024}
-FIRST, SECOND = 600, 300
+SMALL = {"qkv_tokens": 16, "output_tokens": 16, "ffn_tokens": 64}
+LARGE = {"qkv_tokens": 128, "output_tokens": 128, "ffn_tokens": 512}
+FIRST, SECOND = 1500, 500
 STABLE = {"kind": "constant", "warmup_steps": 50}
 DECAYED = {"kind": "cosine", "warmup_steps": 50, "floor": 0.05}
 DECAY = {"kind": "wsd", "decay": 1.0, "warmup_steps": 0, "floor": 0.05}
@@ -33,7 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero, mean": {"optimizer_state": "mean"},
     "zero, reset": {"optimizer_state": "reset"},
     "zero, current scale": {"scale": "current"},
-    "zero, annealed scale": {"scale": "anneal", "anneal_steps": 150},
+    "zero, annealed scale": {"scale": "anneal", "anneal_steps": 250},
     "zero, learned scale": {"scale": "learned"},
     "zero, rate / 2": {"rate": 0.5},
     "zero, rate / 4": {"rate": 0.25},
@@ -77,7 +78,7 @@ def recipe_of(corpus: Path, variant: dict[str, Any], seed: int, rate: float) -> 
     recipe.data.corpus, recipe.data.length = str(corpus), 128
     run = recipe.run
     run.batch_size, run.seed, run.checkpoint_every, run.keep_last = 8, seed, 10_000, 1
-    run.validate_every, run.validation_sequences, run.log_to = 20, 256, []
+    run.validate_every, run.validation_sequences, run.log_to = 25, 128, []
     if from_scratch or variant.pop("not_grown", False):
         run.steps = FIRST + SECOND
         recipe.schedule = ScheduleOptions(
@@ -120,7 +121,7 @@ def prepare_small(job: tuple[Path, Path, bool, int, float]) -> None:
 def run_variant(job: tuple[Path, Path, str, int, float]) -> dict[str, Any]:
     corpus, out, name, seed, rate = job
     variant = VARIANTS[name]
-    folder = out / f"{name.replace(' / ', '-by-').replace(', ', '-').replace(' ', '_')}-{seed}"
+    folder = out / f"{re.sub('[^a-z0-9]+', '-', name)}-{seed}"
     recipe = recipe_of(corpus, variant, seed, rate)
     if recipe.stages and not folder.exists():
         kind = "decayed" if variant.get("after_decay") else "stable"
@@ -202,7 +203,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
         steps, bits = zip(*result["curve"], strict=True)
         axes.plot(steps, bits, label=f"{result['name']}, seed {result['seed']}")
     ends = [result["end"] for result in results]
-    axes.set(xlabel="step", ylabel="held-out bits per byte", xlim=(FIRST - 100, None))
+    axes.set(xlabel="step", ylabel="held-out bits per byte", xlim=(0.8 * FIRST, None))
     axes.set_ylim(min(ends) - 0.05, max(result["seam"] for result in results) + 0.35)
     axes.axvline(FIRST, color="grey", linewidth=0.8)
     axes.grid(alpha=0.3)

@@ -18,7 +18,7 @@ def load_study():
 
 def test_the_study_runs_and_goes_on(corpus, tmp_path, monkeypatch, capsys):
     study = load_study()
-    monkeypatch.setattr(study, "FIRST", 20)
+    monkeypatch.setattr(study, "FIRST", 25)
     monkeypatch.setattr(study, "SECOND", 3)
     monkeypatch.setattr(study, "SMALL", {"qkv_tokens": 8, "output_tokens": 8, "ffn_tokens": 16})
     monkeypatch.setattr(study, "LARGE", {"qkv_tokens": 16, "output_tokens": 16, "ffn_tokens": 40})
@@ -32,7 +32,7 @@ def test_the_study_runs_and_goes_on(corpus, tmp_path, monkeypatch, capsys):
     grown, _, alone = results
     assert grown["flops"] > alone["flops"]
     assert grown["tokens"] == alone["tokens"]
-    assert dict(map(tuple, grown["curve"]))[20] == grown["seam"] == alone["seam"]
+    assert dict(map(tuple, grown["curve"]))[25] == grown["seam"] == alone["seam"]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     study.main()  # everything is there already
     assert (tmp_path / "results.jsonl").read_text() == first

@@ -1,5 +1,6 @@
 """A run in stages: real processes, stopped in every stage and at the seam, one curve in the end."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -42,7 +43,7 @@ def test_one_run_through_all_stages(staged, tmp_path):
     assert [row["step"] for row in rows] == list(range(1, 22))
     assert [row["stage"] for row in rows] == [1] * 8 + [2] * 9 + [3] * 4
     assert [row["tokens"] for row in rows][-1] == 32 * (8 * 4 + 9 * 6 + 4 * 4)
-    flops = [b["flops"] - a["flops"] for a, b in zip(rows, rows[1:], strict=False)]
+    flops = [b["flops"] - a["flops"] for a, b in itertools.pairwise(rows)]
     assert flops[6] < flops[8], "a larger model, a larger batch"
     config = json.loads((out / "model" / "config.json").read_text())
     assert config["ffn_tokens"] == 300
