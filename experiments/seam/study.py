@@ -2,10 +2,11 @@
 
     python experiments/seam/study.py data/enwik8 --out runs/seam --workers 2
 
-A small byte-level model is trained for a while and grows to eight times its tokens; one factor
-of the growth is changed at a time. Every run is an ordinary `tokenformer train` in stages and goes
-on after an interruption; the trained small model is shared. The result is a table, a row of JSON
-per run (results.jsonl) and curves.png. `--seeds 0 1 2 --only ...` repeats the runs that matter.
+A small byte-level model is trained for a while and grows to four or eight times its tokens
+(`--regime`); one factor of the growth is changed at a time. Every run is an ordinary `tokenformer
+train` in stages and goes on after an interruption; the trained small model is shared. The result is
+a table, a row of JSON per run (results.jsonl) and curves.png. `--seeds 0 1 2 --only ...` repeats the
+runs that matter.
 """
 
 import argparse
@@ -14,12 +15,30 @@ import os
 import re
 import shutil
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SMALL = {"qkv_tokens": 16, "output_tokens": 16, "ffn_tokens": 64}
-LARGE = {"qkv_tokens": 128, "output_tokens": 128, "ffn_tokens": 512}
-FIRST, SECOND = 1500, 500
+
+@dataclass(frozen=True)
+class Regime:
+    """Sizes before and after growth, and the steps of the two stages."""
+
+    small: dict[str, int]
+    large: dict[str, int]
+    first: int
+    second: int
+    validate_every: int
+
+
+def tokens(attention: int, ffn: int) -> dict[str, int]:
+    return {"qkv_tokens": attention, "output_tokens": attention, "ffn_tokens": ffn}
+
+
+REGIMES = {
+    "short": Regime(tokens(64, 256), tokens(256, 1024), 600, 300, 20),  # 0.56M to 2.13M parameters
+    "long": Regime(tokens(16, 64), tokens(128, 512), 1500, 500, 25),  # 0.16M to 1.08M parameters
+}
 STABLE = {"kind": "constant", "warmup_steps": 50}
 DECAYED = {"kind": "cosine", "warmup_steps": 50, "floor": 0.05}
 DECAY = {"kind": "wsd", "decay": 1.0, "warmup_steps": 0, "floor": 0.05}
@@ -34,7 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero, mean": {"optimizer_state": "mean"},
     "zero, reset": {"optimizer_state": "reset"},
     "zero, current scale": {"scale": "current"},
-    "zero, annealed scale": {"scale": "anneal", "anneal_steps": 250},
+    "zero, annealed scale": {"scale": "anneal", "anneal_steps": 150},
     "zero, learned scale": {"scale": "learned"},
     "zero, rate / 2": {"rate": 0.5},
     "zero, rate / 4": {"rate": 0.25},
@@ -54,7 +73,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def recipe_of(corpus: Path, variant: dict[str, Any], seed: int, rate: float) -> Any:
+def recipe_of(regime: Regime, corpus: Path, variant: dict[str, Any], seed: int, rate: float) -> Any:
     from tokenformer.train.options import (
         GrowthOptions,
         OptimizerOptions,
@@ -74,25 +93,26 @@ def recipe_of(corpus: Path, variant: dict[str, Any], seed: int, rate: float) -> 
         "rotary_fraction": 0.5,
     }
     from_scratch = variant.pop("from_scratch", False)
-    recipe.model.options = {**options, **(LARGE if from_scratch else SMALL)}
+    recipe.model.options = {**options, **(regime.large if from_scratch else regime.small)}
     recipe.data.corpus, recipe.data.length = str(corpus), 128
     run = recipe.run
     run.batch_size, run.seed, run.checkpoint_every, run.keep_last = 8, seed, 10_000, 1
-    run.validate_every, run.validation_sequences, run.log_to = 25, 128, []
+    run.validate_every, run.validation_sequences = regime.validate_every, 256
+    run.log_to = []
     if from_scratch or variant.pop("not_grown", False):
-        run.steps = FIRST + SECOND
+        run.steps = regime.first + regime.second
         recipe.schedule = ScheduleOptions(
-            kind="wsd", decay=SECOND / (FIRST + SECOND), warmup_steps=50, floor=0.05
+            kind="wsd", decay=regime.second / run.steps, warmup_steps=50, floor=0.05
         )
         return recipe
     after_decay = variant.pop("after_decay", False)
     second = ScheduleOptions(**(REWARMED if after_decay else DECAY))
     second.warmup_steps = variant.pop("warmup_steps", second.warmup_steps)
-    stage = StageOptions(steps=SECOND, schedule=second)
+    stage = StageOptions(steps=regime.second, schedule=second)
     stage.learning_rate = rate * variant.pop("rate", 1.0)
-    stage.grow = GrowthOptions(sizes=LARGE, seed=seed, **variant)
+    stage.grow = GrowthOptions(sizes=regime.large, seed=seed, **variant)
     first = ScheduleOptions(**(DECAYED if after_decay else STABLE))
-    recipe.stages = [StageOptions(steps=FIRST, schedule=first), stage]
+    recipe.stages = [StageOptions(steps=regime.first, schedule=first), stage]
     return recipe
 
 
@@ -110,19 +130,19 @@ def train(recipe: Any, folder: Path) -> None:
         Run(folder, recipe, Materials(recipe), lambda line: None).go(lambda row: None)
 
 
-def prepare_small(job: tuple[Path, Path, bool, int, float]) -> None:
+def prepare_small(job: tuple[Regime, Path, Path, bool, int, float]) -> None:
     """The small model that the runs of a seed share, up to the end of its stage."""
-    corpus, folder, after_decay, seed, rate = job
-    recipe = recipe_of(corpus, {"after_decay": after_decay}, seed, rate)
+    regime, corpus, folder, after_decay, seed, rate = job
+    recipe = recipe_of(regime, corpus, {"after_decay": after_decay}, seed, rate)
     recipe.stages = recipe.stages[:1]
     train(recipe, folder)
 
 
-def run_variant(job: tuple[Path, Path, str, int, float]) -> dict[str, Any]:
-    corpus, out, name, seed, rate = job
+def run_variant(job: tuple[Regime, Path, Path, str, int, float]) -> dict[str, Any]:
+    regime, corpus, out, name, seed, rate = job
     variant = VARIANTS[name]
     folder = out / f"{re.sub('[^a-z0-9]+', '-', name)}-{seed}"
-    recipe = recipe_of(corpus, variant, seed, rate)
+    recipe = recipe_of(regime, corpus, variant, seed, rate)
     if recipe.stages and not folder.exists():
         kind = "decayed" if variant.get("after_decay") else "stable"
         unfinished = folder.with_name(f".{folder.name}")
@@ -134,8 +154,8 @@ def run_variant(job: tuple[Path, Path, str, int, float]) -> dict[str, Any]:
     train(recipe, folder)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     curve = [(row["step"], row["val_bpb"]) for row in rows if "val_bpb" in row]
-    after = [bits for step, bits in curve if step > FIRST]
-    seam = dict(curve)[FIRST]
+    after = [bits for step, bits in curve if step > regime.first]
+    seam = dict(curve)[regime.first]
     return {
         "name": name,
         "seed": seed,
@@ -157,12 +177,15 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--regime", choices=REGIMES, default="short")
     options = parser.parse_args()
+    regime = REGIMES[options.regime]
     options.out.mkdir(parents=True, exist_ok=True)
     results = []
     with ProcessPoolExecutor(options.workers) as pool:
         smalls = [
             (
+                regime,
                 options.corpus,
                 options.out / f"small-{kind}-{seed}",
                 kind == "decayed",
@@ -177,7 +200,7 @@ def main() -> None:
         ]
         list(pool.map(prepare_small, smalls))
         jobs = [
-            (options.corpus, options.out, name, seed, options.rate)
+            (regime, options.corpus, options.out, name, seed, options.rate)
             for name in options.only
             for seed in options.seeds
         ]
@@ -191,10 +214,10 @@ def main() -> None:
             )
     text = "".join(json.dumps(result) + "\n" for result in results)
     (options.out / "results.jsonl").write_text(text)
-    draw(results, options.out / "curves.png")
+    draw(results, regime.first, options.out / "curves.png")
 
 
-def draw(results: list[dict[str, Any]], path: Path) -> None:
+def draw(results: list[dict[str, Any]], seam: int, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")
@@ -203,9 +226,9 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
         steps, bits = zip(*result["curve"], strict=True)
         axes.plot(steps, bits, label=f"{result['name']}, seed {result['seed']}")
     ends = [result["end"] for result in results]
-    axes.set(xlabel="step", ylabel="held-out bits per byte", xlim=(0.8 * FIRST, None))
+    axes.set(xlabel="step", ylabel="held-out bits per byte", xlim=(0.8 * seam, None))
     axes.set_ylim(min(ends) - 0.05, max(result["seam"] for result in results) + 0.35)
-    axes.axvline(FIRST, color="grey", linewidth=0.8)
+    axes.axvline(seam, color="grey", linewidth=0.8)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
     figure.savefig(path, dpi=150)

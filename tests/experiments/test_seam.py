@@ -18,10 +18,8 @@ def load_study():
 
 def test_the_study_runs_and_goes_on(corpus, tmp_path, monkeypatch, capsys):
     study = load_study()
-    monkeypatch.setattr(study, "FIRST", 25)
-    monkeypatch.setattr(study, "SECOND", 3)
-    monkeypatch.setattr(study, "SMALL", {"qkv_tokens": 8, "output_tokens": 8, "ffn_tokens": 16})
-    monkeypatch.setattr(study, "LARGE", {"qkv_tokens": 16, "output_tokens": 16, "ffn_tokens": 40})
+    tiny = study.Regime(study.tokens(8, 16), study.tokens(16, 40), 25, 3, 25)
+    monkeypatch.setitem(study.REGIMES, "short", tiny)
     words = ["study", str(corpus), "--out", str(tmp_path), "--workers", "1"]
     words += ["--only", "zero, mean", "zero, reset, after the decay", "not grown"]
     monkeypatch.setattr(sys, "argv", words)
