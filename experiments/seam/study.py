@@ -5,8 +5,8 @@
 A small byte-level model is trained for a while and grows to four or eight times its tokens
 (`--regime`); one factor of the growth is changed at a time. Every run is an ordinary `tokenformer
 train` in stages and goes on after an interruption; the trained small model is shared. The result is
-a table, a row of JSON per run (results.jsonl) and curves.png. `--seeds 0 1 2 --only ...` repeats the
-runs that matter.
+a table, a row of JSON per run (results.jsonl) and curves.png. `--seeds 0 1 2 --only ...` repeats
+the runs that matter.
 """
 
 import argparse

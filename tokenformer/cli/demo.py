@@ -350,6 +350,6 @@ def draw(
         path,
         title="A TokenFormer grows without forgetting",
         subtitle="Bits per byte on Python sources it has not seen, over training compute",
-        growth=f"grows here: {bits(seam.loss_before):.3f} bits per byte before,\n"
-        f"{bits(seam.loss_after):.3f} after",
+        growth="grows here\n"
+        f"{bits(seam.loss_before):.3f} before, {bits(seam.loss_after):.3f} after",
     )
