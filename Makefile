@@ -6,7 +6,7 @@ SOURCES := tokenformer tests benchmarks experiments
 .PHONY: demo test test-slow check format clean
 .DELETE_ON_ERROR:
 
-demo: .venv/.core           ## train a small TokenFormer on this machine's Python sources and let it speak
+demo: .venv/.core           ## train a small TokenFormer on Python's own sources, grow it, train on; draws the curves
 	$(BIN)/tokenformer demo
 
 test: .venv/.dev            ## everything but the tests marked slow, in parallel
