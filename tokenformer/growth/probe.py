@@ -8,7 +8,7 @@ from torch import Tensor
 from tokenformer.layers.pattention import Pattention
 from tokenformer.ops.pattention import pattention
 
-ROWS = 64
+ROWS = 32
 SEQUENCES, LENGTH = 2, 64
 
 Tokens = tuple[Tensor, Tensor, float]

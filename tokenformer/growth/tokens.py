@@ -169,7 +169,8 @@ class TokenGrowth:
         size = self.sizes[place]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(named_seed(self.seed, layer))
-            after, copies = GROW[self.init](before, size, lambda: self.fresh(module, size))
+            fresh = Fresh(module, *self.blank.token_deviations(module))
+            after, copies = GROW[self.init](before, size, fresh)
         if self.policy == "current":
             after = TokenSet(after.keys, after.values, float(size))
         self.scales[place] = after.scale
@@ -190,12 +191,6 @@ class TokenGrowth:
             self.origins[name] = Origin(name if self.before.learned_scale else None)
         return made
 
-    def fresh(self, module: Pattention, size: int) -> tuple[Tensor, Tensor]:
-        """Keys and values such as the larger model would begin with."""
-        layer = Pattention(module.in_features, module.out_features, size)
-        self.blank._init_weights(layer)
-        return layer.key_tokens.detach(), layer.value_tokens.detach()
-
     def build(self, tensors: dict[str, Tensor]) -> Any:
         """The larger model, of these very tensors."""
         return assemble(self.model_class, self.config, tensors)
@@ -213,18 +208,31 @@ class TokenGrowth:
         )
 
 
-Fresh = Callable[[], tuple[Tensor, Tensor]]
+@dataclass(frozen=True)
+class Fresh:
+    """Tokens such as the larger layer would begin with; drawing them is the slow part of growth, so
+    no more are drawn than are asked for."""
+
+    layer: Pattention
+    key_deviation: float
+    value_deviation: float
+
+    def keys(self, count: int) -> Tensor:
+        return torch.randn(count, self.layer.in_features).mul_(self.key_deviation)
+
+    def values(self, count: int) -> Tensor:
+        return torch.randn(count, self.layer.out_features).mul_(self.value_deviation)
 
 
 def grow_zero(before: TokenSet, size: int, fresh: Fresh) -> tuple[TokenSet, Copies]:
     added = size - before.size
     keys = before.keys.new_zeros(added, before.keys.shape[1])
-    return appended(before, keys, fresh()[1][before.size :], before.scale)
+    return appended(before, keys, fresh.values(added), before.scale)
 
 
 def grow_random(before: TokenSet, size: int, fresh: Fresh) -> tuple[TokenSet, Copies]:
-    keys, values = fresh()
-    return appended(before, keys[before.size :], values[before.size :], before.scale)
+    added = size - before.size
+    return appended(before, fresh.keys(added), fresh.values(added), before.scale)
 
 
 def grow_zero_value(before: TokenSet, size: int, fresh: Fresh) -> tuple[TokenSet, Copies]:

@@ -123,15 +123,15 @@ class LanguagePreTrainedModel(PreTrainedModel):
         1/sqrt(d), values 1/sqrt(n), matrices 1/sqrt(fan in)."""
         released = self.config.variant == "released"
         std = self.config.initializer_range
-        residual_std = 2 / (self.config.num_hidden_layers * self.config.hidden_size**0.5)
         if isinstance(module, Pattention):
-            init.normal_(module.key_tokens, std=std if released else module.in_features**-0.5)
-            value_std = residual_std if released else module.num_tokens**-0.5
+            key_std, value_std = self.token_deviations(module)
+            init.normal_(module.key_tokens, std=key_std)
             init.normal_(module.value_tokens, std=value_std)
             if isinstance(module.scale_tokens, nn.Parameter):
                 init.constant_(module.scale_tokens, module.first_scale)
         elif isinstance(module, nn.Linear):
-            released_std = residual_std if hasattr(module, "writes_to_residual") else std
+            writes = hasattr(module, "writes_to_residual")
+            released_std = self.residual_deviation if writes else std
             init.normal_(module.weight, std=released_std if released else module.in_features**-0.5)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=std)
@@ -140,6 +140,17 @@ class LanguagePreTrainedModel(PreTrainedModel):
                 init.ones_(module.weight)
             if module.bias is not None:
                 init.zeros_(module.bias)
+
+    def token_deviations(self, layer: Pattention) -> tuple[float, float]:
+        """Of the keys and of the values that a layer begins with."""
+        if self.config.variant == "released":
+            return self.config.initializer_range, self.residual_deviation
+        return layer.in_features**-0.5, layer.num_tokens**-0.5
+
+    @property
+    def residual_deviation(self) -> float:
+        deviation: float = 2 / (self.config.num_hidden_layers * self.config.hidden_size**0.5)
+        return deviation
 
 
 class LanguageModel(LanguagePreTrainedModel):
