@@ -1,13 +1,15 @@
-"""What pruning and joining cost in bits per byte, on a byte model of two layers, in minutes.
+"""What pruning, joining and cutting cost in bits per byte: a byte model of two layers, in minutes.
 
     .venv/bin/python benchmarks/prune_and_merge.py prune
     .venv/bin/python benchmarks/prune_and_merge.py merge --enwik8 enwik8.gz
+    .venv/bin/python benchmarks/prune_and_merge.py prefix
 
 `prune` trains a model of 0.6M parameters on Python's standard library and drops more and more of
 its tokens, with and without correction of the scale and refit of the values, chosen by contribution
 or by lot. `merge` trains an ancestor on Python and Wikipedia, grows it by zero keys, fine-tunes one
-copy on each (the new tokens alone, or all), and joins them. Figures are of text that no model has
-seen.
+copy on each (the new tokens alone, or all), and joins them. `prefix` trains one model with nested
+dropout over its tokens and cuts it, beside a model for each size. Figures are of text that no model
+has seen.
 """
 
 import argparse
@@ -39,17 +41,19 @@ CORPUS = 2_000_000
 HELD_OUT = 200_000
 PIECE = 10_000
 KEPT = (1.0, 0.9, 0.75, 0.5, 0.25)
+TRAINED_SHARES = (0.25, 0.5, 0.75, 1.0)
+CUT_SHARES = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125)
 
 
-def small_model() -> Any:
+def small_model(share: float = 1.0) -> Any:
     config = tokenformer.TokenformerConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
-        qkv_tokens=128,
-        output_tokens=128,
-        ffn_tokens=512,
+        qkv_tokens=round(128 * share),
+        output_tokens=round(128 * share),
+        ffn_tokens=round(512 * share),
         max_position_embeddings=LENGTH,
         variant="paper",
         positions="rotary",
@@ -58,13 +62,22 @@ def small_model() -> Any:
     return tokenformer.TokenformerForCausalLM(config)
 
 
-def learn(model: Any, tokens: TokenIds, steps: int, rate: float, decay: float = 0.1) -> None:
+def learn(
+    model: Any,
+    tokens: TokenIds,
+    steps: int,
+    rate: float,
+    decay: float = 0.1,
+    nested: list[float] | None = None,
+) -> None:
     task = LanguageTask(model, tokens, tokens[:HELD_OUT], length=LENGTH)
     loop = Loop(
         task,
         OptimizerOptions(learning_rate=rate, weight_decay=decay),
         ScheduleOptions(warmup_steps=50),
-        RunOptions(steps=steps, batch_size=8, validate_every=steps, validation_sequences=1),
+        RunOptions(
+            steps=steps, batch_size=8, validate_every=steps, validation_sequences=1, nested=nested
+        ),
     )
     train(loop, lambda row: None)
 
@@ -185,15 +198,41 @@ def merge_table(enwik8: Path, steps: int) -> None:
         line("mean of the weights of a and b", of(average_weights(a, b)), 640)
 
 
+def prefix_curve(steps: int) -> None:
+    tokens, unseen = standard_library()
+    held_out = windows(unseen, 256)
+
+    def trained(share: float = 1.0, nested: list[float] | None = None) -> Any:
+        torch.manual_seed(0)
+        model = small_model(share)
+        learn(model, tokens, steps, 1.5e-3, nested=nested)
+        return model.eval()
+
+    ordinary, nested = trained(), trained(nested=list(TRAINED_SHARES))
+    batches = windows(tokens, 128)[:, :-1].split(8)
+    columns = ("nested dropout", "ordinary training", "ordinary, pruned", "trained at that size")
+    print(f"| share | parameters | {' | '.join(columns)} |\n{'|---' * 6}|")
+    for share in CUT_SHARES:
+        cut = [tokenformer.take_prefix(model, share)[0] for model in (nested, ordinary)]
+        cut.append(tokenformer.prune(ordinary, batches, keep=share)[0])
+        if share in TRAINED_SHARES:
+            cut.append(ordinary if share == 1 else trained(share))
+        cells = [f"{bits_per_byte(of(model), held_out):.3f}" for model in cut]
+        cells += [""] * (len(columns) - len(cells))
+        print(f"| {share:g} | {cut[0].num_parameters():,} | {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=["prune", "merge"])
+    parser.add_argument("what", choices=["prune", "merge", "prefix"])
     parser.add_argument("--enwik8", type=Path, default=Path("enwik8.gz"))
     parser.add_argument("--steps", type=int)
     options = parser.parse_args()
     start = time.perf_counter()
     if options.what == "prune":
         prune_curve(options.steps or 1000)
+    elif options.what == "prefix":
+        prefix_curve(options.steps or 1000)
     else:
         merge_table(options.enwik8, options.steps or 200)
     print(f"{time.perf_counter() - start:.0f} s, torch {torch.__version__}, "
