@@ -24,6 +24,7 @@ RECIPE = "recipe"
 # A function may not have the name of one in `tokenformer` itself: jsonargparse would look that up,
 # and so import torch.
 VERBS = {
+    "convert": "tokenformer.cli.convert:convert_model",
     "demo": "tokenformer.cli.demo:demo",
     "evaluate": "tokenformer.cli.evaluate:evaluate",
     "generate": "tokenformer.cli.generate:generate",

@@ -1,0 +1,60 @@
+"""What became of a model whose tensors only changed their names, for the screen or a program."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tokenformer.convert.source import Source
+from tokenformer.models.configuration import LanguageConfig
+
+
+@dataclass(frozen=True)
+class Receipt:
+    source: str
+    kind: str
+    """What it was: released, checkpoint or tokenformer."""
+    to: str
+    """What it became: tokenformer or released."""
+    layers: int
+    width: int
+    heads: int
+    parameters: int
+    dtype: str
+    tokenizer: str | None
+    """Where it came from."""
+
+    @classmethod
+    def of(
+        cls,
+        source: Source,
+        config: LanguageConfig,
+        tensors: Mapping[str, Tensor],
+        *,
+        to: str,
+        tokenizer: str | None,
+    ) -> "Receipt":
+        return cls(
+            source=source.name,
+            kind=source.kind,
+            to=to,
+            layers=config.num_hidden_layers,
+            width=config.hidden_size,
+            heads=config.num_attention_heads,
+            parameters=sum(tensor.numel() for tensor in tensors.values()),
+            dtype=str(next(iter(tensors.values())).dtype).removeprefix("torch."),
+            tokenizer=tokenizer,
+        )
+
+    def asdict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        words = f"tokenizer from {self.tokenizer}"
+        if self.tokenizer is None:
+            words = "no tokenizer found: give --tokenizer FILE, or copy its files into the folder"
+        return (
+            f"{self.source}: {self.layers} layers of width {self.width}, {self.heads} heads, "
+            f"{self.parameters:,} parameters in {self.dtype}\n{words}"
+        )

@@ -1,0 +1,160 @@
+"""The authors' checkpoints to Hugging Face folders of ours, and back, to the last bit.
+
+Their `pytorch_model.bin` is a flat state dict: the embedding, ten token matrices a layer, the final
+norm. Both directions only rename: tensors go from one file to the other as they are, through a
+memory map, and nothing is written before every one was found to be there and to fit.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenformer.convert.errors import ConversionError
+from tokenformer.convert.folder import write_folder
+from tokenformer.convert.receipt import Receipt
+from tokenformer.convert.released_config import to_ours, to_released
+from tokenformer.convert.source import CONFIG, RELEASED, WEIGHTS, Source, read_config
+from tokenformer.convert.state_dict import read_state_dict
+from tokenformer.convert.tokenizer import find_tokenizer
+from tokenformer.growth.folder import COMPANIONS, stored_tensors
+from tokenformer.models.configuration import TokenformerConfig
+
+PARTS = {
+    "attention.q": "attention.query",
+    "attention.k": "attention.key",
+    "attention.v": "attention.value",
+    "attention.o": "attention.proj",
+    "ffn": "mlp",
+}
+"""Our name of a Pattention within its layer, and theirs."""
+EMBEDDING = "sequential.0.word_embeddings.weight"
+LAYER = re.compile(r"sequential\.(\d+)\.(?:attention|mlp)\.")
+FIRST_LAYER = 2
+"""Their position of layer 0; the final norm comes one position after the last layer's next."""
+MOST_NAMES = 12
+
+
+def convert_released(
+    source: Source, out: Path, num_attention_heads: int | None = None, tokenizer: str | None = None
+) -> Receipt:
+    """From a `pytorch_model.bin`, alone or in its folder."""
+    stored = read_state_dict(source.path)
+    try:
+        sizes = read_sizes(stored)
+        compare(expected_shapes(sizes), stored)
+        options = to_ours(read_config(source.folder), sizes, num_attention_heads)
+    except ConversionError as error:
+        raise ConversionError(f"{source.name}: {error}") from None
+    config = TokenformerConfig(**options)
+    found = find_tokenizer(tokenizer, source.folder, config.vocab_size)
+    names = released_names(config.num_hidden_layers)
+    tensors = {ours: stored[theirs] for ours, theirs in names.items()}
+    return write_folder(source, config, tensors, found, out)
+
+
+def convert_to_released(source: Source, out: Path) -> Receipt:
+    """From a model folder of ours to a `pytorch_model.bin` and what belongs beside it."""
+    config = TokenformerConfig.from_pretrained(source.path)
+    document = to_released(config)
+    names = released_names(config.num_hidden_layers)
+    with stored_tensors(source.path) as files:
+        tensors = {names.get(name, name): files[name] for name in files.names}
+        sizes = read_sizes(tensors)
+        compare(expected_shapes(sizes), tensors)
+        dtype = str(tensors[EMBEDDING].dtype).removeprefix("torch.")
+        document |= {"torch_dtype": dtype}
+        torch.save(tensors, out / WEIGHTS)
+    (out / CONFIG).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    copied = [n for n in COMPANIONS if n != "generation_config.json" and (source.path / n).exists()]
+    for name in copied:
+        shutil.copyfile(source.path / name, out / name)
+    return Receipt.of(
+        source, config, tensors, to=RELEASED, tokenizer=str(source.path) if copied else None
+    )
+
+
+def released_names(layers: int) -> dict[str, str]:
+    """Our name of every tensor, and theirs."""
+    names = {"model.embed_tokens.weight": EMBEDDING}
+    for layer in range(layers):
+        for ours, theirs in PARTS.items():
+            for half in ("key", "value"):
+                names[f"model.layers.{layer}.{ours}.{half}_tokens"] = (
+                    f"sequential.{FIRST_LAYER + layer}.{theirs}.{half}_param_tokens"
+                )
+    for half in ("weight", "bias"):
+        names[f"model.norm.{half}"] = f"sequential.{FIRST_LAYER + layers + 1}.norm.{half}"
+    return names
+
+
+def read_sizes(stored: Mapping[str, Tensor]) -> dict[str, int]:
+    """The model's sizes, by our names, as far as any tensor tells them."""
+    layers = [int(match[1]) for name in stored if (match := LAYER.match(name))]
+    matrices = {name: tensor for name, tensor in stored.items() if tensor.ndim == 2}
+    sizes = {"num_hidden_layers": max(layers, default=FIRST_LAYER - 1) - FIRST_LAYER + 1}
+    if EMBEDDING in matrices:
+        sizes["vocab_size"], sizes["hidden_size"] = matrices[EMBEDDING].shape
+    for option, part in (
+        ("qkv_tokens", "attention.query"),
+        ("output_tokens", "attention.proj"),
+        ("ffn_tokens", "mlp"),
+    ):
+        name = next((n for n in matrices if n.endswith(f".{part}.key_param_tokens")), None)
+        if name is not None:
+            sizes[option] = matrices[name].shape[0]
+    if len(sizes) < 6 or sizes["num_hidden_layers"] < 1:
+        raise ConversionError(
+            f"this is not a released TokenFormer: its keys are {shown(stored)}; they should be "
+            f"{EMBEDDING}, sequential.2.attention.query.key_param_tokens, ..."
+        )
+    return sizes
+
+
+def expected_shapes(sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
+    width = sizes["hidden_size"]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in released_names(sizes["num_hidden_layers"]).values():
+        if name == EMBEDDING:
+            shapes[name] = (sizes["vocab_size"], width)
+        elif ".norm." in name:
+            shapes[name] = (width,)
+        else:
+            option = "ffn" if ".mlp." in name else "output" if ".proj." in name else "qkv"
+            shapes[name] = (sizes[f"{option}_tokens"], width)
+    return shapes
+
+
+def compare(shapes: dict[str, tuple[int, ...]], stored: Mapping[str, Tensor]) -> None:
+    """Name every tensor that is missing, has no place, or has another shape or type."""
+    problems = []
+    if missing := [name for name in shapes if name not in stored]:
+        problems.append(f"missing are {shown(missing)}")
+    if extra := [name for name in stored if name not in shapes]:
+        problems.append(f"of no known place are {shown(extra)}")
+    misshaped = [
+        f"{name} {[*stored[name].shape]} for {[*shape]}"
+        for name, shape in shapes.items()
+        if name in stored and tuple(stored[name].shape) != shape
+    ]
+    if misshaped:
+        problems.append(f"of the wrong shape are {shown(misshaped)}")
+    dtype = stored[EMBEDDING].dtype
+    other = [f"{name} {t.dtype}" for name, t in stored.items() if t.dtype != dtype]
+    if not dtype.is_floating_point:
+        other = [f"{EMBEDDING} {dtype}"]
+    if other:
+        problems.append(f"of another type than the embedding's {dtype} are {shown(other)}")
+    if problems:
+        raise ConversionError("; ".join(problems))
+
+
+def shown(names: Any) -> str:
+    names = list(names)
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more

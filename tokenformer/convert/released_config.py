@@ -1,0 +1,126 @@
+"""The config.json of the released models, which is GPT-NeoX's arguments, and ours.
+
+It has no model_type, may spell `num-attention-heads` for `num_attention_heads`, and its torch_dtype
+is not that of the weights beside it. Names are checked against what this model can be; what is not
+about the model is passed over.
+"""
+
+from typing import Any
+
+from tokenformer.convert.errors import ConversionError
+from tokenformer.models.configuration import PROJECTIONS, TokenformerConfig
+from tokenformer.models.presets import TOKENFORMER_PRESETS
+
+SIZES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "qkv_slot_num": "qkv_tokens",
+    "proj_slot_num": "output_tokens",
+    "ffn_slot_num": "ffn_tokens",
+}
+"""What the tensors say by themselves; the config may only agree."""
+OPTIONS = {
+    "num_attention_heads": "num_attention_heads",
+    "max_position_embeddings": "max_position_embeddings",
+    "rotary_pct": "rotary_fraction",
+    "rotary_emb_base": "rotary_base",
+}
+THETAS = {"l2_norm_gelu": "l2_gelu", "gelu_l2_norm": "gelu_l2", "softmax": "softmax"}
+THETA = "norm_activation_type"
+FIXED: dict[str, Any] = {
+    "pos_emb": "rotary",
+    "norm": "layernorm_nonparam",
+    "final_norm": "layernorm",
+    "layernorm_epsilon": 1e-5,
+    "gpt_j_residual": False,
+    "no_weight_tying": False,
+    "use_bias_in_attn_linear": False,
+}
+"""What the released models are, and the layout of their tensors can hold."""
+EXPRESSIBLE: dict[str, Any] = {
+    "variant": "released",
+    "positions": "rotary",
+    "norm": "layer_norm",
+    "norm_parameters": "none",
+    "final_norm_parameters": "weight_bias",
+    "norm_eps": 1e-5,
+    "residual": "sequential",
+    "hidden_act": "gelu",
+    "theta_eps": 0.0,
+    "learned_scale": False,
+    "tie_word_embeddings": True,
+}
+"""The same in our options."""
+
+
+def to_ours(document: dict[str, Any], sizes: dict[str, int], heads: int | None) -> dict[str, Any]:
+    """Options of a TokenformerConfig, of the sizes that the tensors have."""
+    said = {str(name).replace("-", "_"): value for name, value in document.items()}
+    for theirs, ours in SIZES.items():
+        if theirs in said and said[theirs] != sizes[ours]:
+            raise ConversionError(
+                f"config.json has {theirs} {said[theirs]}, the tensors have {sizes[ours]}"
+            )
+    for name, value in FIXED.items():
+        if said.get(name, value) != value:
+            raise ConversionError(f"config.json has {name} {said[name]!r}; only {value!r} is known")
+    options = {ours: said[theirs] for theirs, ours in OPTIONS.items() if theirs in said}
+    told = options.setdefault("num_attention_heads", heads)
+    if told is None:
+        raise ConversionError(
+            "no config.json says how many attention heads there are, and the tensors cannot; give "
+            f"--num_attention_heads{published_heads(sizes)}"
+        )
+    if heads not in (None, told):
+        raise ConversionError(f"--num_attention_heads {heads}, but config.json says {told}")
+    theta = said.get(THETA, "l2_norm_gelu")
+    if theta not in THETAS:
+        raise ConversionError(f"config.json has {THETA} {theta!r}; known are {', '.join(THETAS)}")
+    return {**sizes, **options, "theta": THETAS[theta]}
+
+
+def published_heads(sizes: dict[str, int]) -> str:
+    """The heads of the published model of these sizes, if there is one, as a hint."""
+    for name, preset in TOKENFORMER_PRESETS.items():
+        if all(preset[ours] == sizes[ours] for ours in SIZES.values()):
+            return f" ({preset['num_attention_heads']} in the published {name}, of this shape)"
+    return ""
+
+
+def to_released(config: TokenformerConfig) -> dict[str, Any]:
+    """The released config.json of a model, or why there can be none."""
+    refuse_inexpressible(config)
+    ours_to_theta = {ours: theirs for theirs, ours in THETAS.items()}
+    sizes = {**SIZES, **OPTIONS}
+    document: dict[str, Any] = {theirs: getattr(config, ours) for theirs, ours in sizes.items()}
+    tokens = {"qkv_slot_num": "q", "proj_slot_num": "o", "ffn_slot_num": "ffn"}
+    document |= {theirs: config.tokens(part, 0) for theirs, part in tokens.items()}
+    document |= {**FIXED, THETA: ours_to_theta[config.theta]}
+    return document | {"seq_length": config.max_position_embeddings}
+
+
+def refuse_inexpressible(config: TokenformerConfig) -> None:
+    wrong = [
+        f"{name} is {getattr(config, name)!r}, not {value!r}"
+        for name, value in EXPRESSIBLE.items()
+        if getattr(config, name) != value
+    ]
+    if config.theta not in THETAS.values():
+        wrong.append(f"theta is {config.theta!r}, not one of {', '.join(THETAS.values())}")
+    if config.num_key_value_heads != config.num_attention_heads:
+        wrong.append(f"num_key_value_heads is {config.num_key_value_heads}, not that of the heads")
+    for parts in (("q", "k", "v"), ("o",), ("ffn",)):
+        layers = range(config.num_hidden_layers)
+        counts = {config.tokens(part, layer) for part in parts for layer in layers}
+        if len(counts) > 1:
+            wrong.append(f"the token counts of {', '.join(parts)} differ: {sorted(counts)}")
+    for part in PROJECTIONS:
+        for layer in range(config.num_hidden_layers):
+            scale, count = config.scale(part, layer), config.tokens(part, layer)
+            if scale != count:
+                wrong.append(f"scale_tokens of {part} in layer {layer} is {scale:g}, not {count}")
+    if wrong:
+        more = f" and {len(wrong) - 6} more" if len(wrong) > 6 else ""
+        raise ConversionError(
+            f"the released format cannot hold this model: {'; '.join(wrong[:6])}{more}"
+        )

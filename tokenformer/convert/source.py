@@ -1,0 +1,121 @@
+"""What a user wants converted: a file, a folder or a hub name, and which kind of model is in it.
+
+    find_source("Haiyang-W/TokenFormer-150M").kind       # "released"
+
+Kinds are `released` (the authors' format), `checkpoint` (of a training run of ours), and otherwise
+the `model_type` of a Hugging Face folder: `tokenformer`, `gpt2`, `llama`, ...
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenformer.convert.errors import ConversionError
+from tokenformer.train.manifest import MANIFEST
+
+RELEASED, CHECKPOINT, TOKENFORMER = "released", "checkpoint", "tokenformer"
+WEIGHTS, INDEX, CONFIG = "pytorch_model.bin", "pytorch_model.bin.index.json", "config.json"
+DEEPSPEED = ("mp_rank_*_model_states.pt", "layer_*_states.pt", "zero_pp_rank_*.pt")
+SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
+FILE_ENDINGS = (".bin", ".pt", ".pth", ".safetensors")
+
+
+@dataclass(frozen=True)
+class Source:
+    name: str
+    """As the user gave it."""
+    kind: str
+    path: Path
+    """The file or folder on this machine."""
+
+    @property
+    def folder(self) -> Path:
+        return self.path if self.path.is_dir() else self.path.parent
+
+
+def find_source(name: str) -> Source:
+    path = Path(name)
+    if not path.exists():
+        if path.is_absolute() or name.startswith(".") or name.endswith(FILE_ENDINGS):
+            raise ConversionError(f"{name} does not exist")
+        path = download(name)
+    refuse_deepspeed(path)
+    if path.is_file():
+        return Source(name, RELEASED, path)
+    if (path / "model" / CONFIG).exists() and not (path / CONFIG).exists():  # a run
+        path = path / "model"
+    return Source(name, kind_of(path), path)
+
+
+def kind_of(folder: Path) -> str:
+    if (folder / MANIFEST).exists():
+        return CHECKPOINT
+    if model_type := read_config(folder).get("model_type"):
+        return str(model_type)
+    if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
+        return RELEASED
+    raise ConversionError(
+        f"{folder} holds no model: neither a {WEIGHTS}, nor a {CONFIG} with a model_type, nor a "
+        f"checkpoint of a run"
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder, or nothing where there is none."""
+    path = folder / CONFIG
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConversionError(f"{path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise ConversionError(f"{path} is not a JSON object")
+    return found
+
+
+def refuse_deepspeed(path: Path) -> None:
+    """A checkpoint in the pieces in which DeepSpeed trains it: DeepSpeed itself must join them."""
+    if path.is_file():
+        if not any(path.match(pattern) for pattern in DEEPSPEED):
+            return
+        path = path.parent
+    parts = pieces(path)
+    latest = path / "latest"
+    if not parts and latest.is_file():
+        tag = latest.read_text(errors="replace").strip()
+        parts = pieces(path / tag) if Path(tag).name == tag else []
+        whole, tagged = path, ""
+    else:
+        whole, tagged = path.resolve().parent, f" --tag {path.resolve().name}"
+    if parts and not any((path / name).exists() for name in (WEIGHTS, INDEX)):
+        raise ConversionError(
+            f"{path} is an unconsolidated DeepSpeed checkpoint ({parts[0].name}, ...); join it by "
+            f"`python -m deepspeed.utils.zero_to_fp32 {whole} JOINED{tagged}` and convert JOINED"
+        )
+
+
+def pieces(folder: Path) -> list[Path]:
+    return sorted(file for pattern in DEEPSPEED for file in folder.glob(pattern))
+
+
+def download(name: str) -> Path:
+    """A model of the hub in the local cache: safetensors where there are any."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what is retried would be told line by line
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, "*.safetensors"]))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, "*.bin"]))
+    except (OSError, ValueError) as error:
+        told = " ".join(str(error).split())
+        raise ConversionError(
+            f"{name} is neither a file or folder here nor to be had from the hub: {told}"
+        ) from None
+    finally:
+        logging.set_verbosity(verbosity)
+    return folder

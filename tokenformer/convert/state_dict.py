@@ -1,0 +1,89 @@
+"""A state dict that someone else has pickled: read through a memory map, and as data alone.
+
+Only tensors and plain containers are unpickled (`weights_only`); a file that asks for anything
+else, which could be any code, is refused.
+"""
+
+import json
+import pickle
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenformer.convert.errors import ConversionError
+from tokenformer.convert.source import INDEX, WEIGHTS
+
+
+def read_state_dict(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file, or of the one or several files of a folder. Their bytes stay on the
+    disk until they are used."""
+    tensors: dict[str, Tensor] = {}
+    for file in weight_files(path):
+        tensors |= read_file(file)
+    return tensors
+
+
+def weight_files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    if (path / WEIGHTS).exists():
+        return [path / WEIGHTS]
+    index = path / INDEX
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        raise ConversionError(f"{index} is not the index of a model in several files") from None
+    for name in names:
+        if Path(name).name != name:  # whatever an index from elsewhere may say
+            raise ConversionError(f"{index} names a file outside the folder: {name}")
+        if not (path / name).exists():
+            raise ConversionError(f"{index} names {name}, which is missing")
+    return [path / name for name in names]
+
+
+def read_file(path: Path) -> dict[str, Tensor]:
+    try:
+        # Files older than torch 1.6 are no zip archives, and are read whole.
+        mapped = zipfile.is_zipfile(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickle protocols: what is refused is told below
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        raise ConversionError(f"{path} is refused: {reason(error)}") from None
+    except OSError as error:
+        raise ConversionError(f"{path} cannot be read: {error.strerror or error}") from None
+    except Exception:  # torch raises whatever comes up in a file that it cannot make sense of
+        raise ConversionError(
+            f"{path} is torn, or not a checkpoint: torch.load cannot read it"
+        ) from None
+    check_flat(path, found)
+    return dict(found)
+
+
+def reason(error: pickle.UnpicklingError) -> str:
+    """torch's advice runs over many lines, and begins with how to run the file's code."""
+    text = str(error)
+    asked = text.partition("Unsupported global: GLOBAL ")[2] or text.partition("GLOBAL ")[2]
+    if named := asked.split():
+        return (
+            f"it asks for {named[0]} and not for tensors alone, so it could run any code; only "
+            f"weights are read"
+        )
+    return "it holds more than tensors and could run code when it is read; only weights are read"
+
+
+def check_flat(path: Path, found: Any) -> None:
+    if not isinstance(found, dict) or not found:
+        kind = "nothing" if isinstance(found, dict) else f"a {type(found).__name__}"
+        raise ConversionError(f"{path} holds {kind}, not a state dict of tensors by name")
+    strange = [key for key, value in found.items() if not isinstance(value, Tensor)]
+    if strange:
+        shown = ", ".join(f"{key} ({type(found[key]).__name__})" for key in strange[:5])
+        raise ConversionError(
+            f"{path} holds more than a state dict of tensors by name: {shown}"
+            + (", ..." if len(strange) > 5 else "")
+        )

@@ -1,0 +1,72 @@
+"""A checkpoint of a training run to a Hugging Face folder, as the run itself exports its model."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from tokenformer.convert.errors import ConversionError
+from tokenformer.convert.folder import write_folder
+from tokenformer.convert.receipt import Receipt
+from tokenformer.convert.source import Source
+from tokenformer.convert.tokenizer import TOKENIZER, find_tokenizer
+from tokenformer.data.corpus import TOKENIZER as CORPUS_TOKENIZER
+from tokenformer.train import manifest
+from tokenformer.train.checkpoint import compare, read_state
+from tokenformer.train.ranks import CheckpointError, Ranks
+from tokenformer.train.recipe import CONFIG, blank
+from tokenformer.train.run import MODEL
+from tokenformer.train.storage import Metadata, read_metadata, read_tensors
+
+AVERAGE, LAST = "average", "last"
+PREFIXES = {AVERAGE: "extra.ema.", LAST: "model."}
+
+
+def convert_checkpoint(
+    source: Source, out: Path, tokenizer: str | None = None, weights: str | None = None
+) -> Receipt:
+    """From `runs/NAME/checkpoints/step-...`. Where the run keeps an average of the weights, that is
+    what it validates and exports, and so what is taken, unless `weights` is `last`."""
+    try:
+        manifest.verify(source.path)
+        model = blank(read_config(source.path))
+        saved = read_metadata(source.path)
+        prefix = PREFIXES[choose(weights, saved)]
+        chosen = {name: m for name, m in saved.items() if name.startswith(prefix)}
+        compare({f"{prefix}{name}": p for name, p in model.named_parameters()}, chosen)
+        targets = {n: torch.empty(m.size, dtype=m.properties.dtype) for n, m in chosen.items()}
+        read_tensors(source.path, targets, Ranks())
+    except CheckpointError as error:
+        raise ConversionError(str(error)) from None
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in targets.items()}
+    found = find_tokenizer(tokenizer, tokenizer_folder(source.path), model.config.vocab_size)
+    return write_folder(source, model.config, tensors, found, out)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    config = read_state(path).get("config")
+    if not isinstance(config, dict):
+        raise ConversionError(f"checkpoint {path} does not say of which model it is")
+    return config
+
+
+def choose(weights: str | None, saved: Metadata) -> str:
+    kept = any(name.startswith(PREFIXES[AVERAGE]) for name in saved)
+    if weights not in (None, *PREFIXES):
+        raise ConversionError(f"--weights {weights} is unknown; choose {AVERAGE} or {LAST}")
+    if weights == AVERAGE and not kept:
+        raise ConversionError(f"--weights {AVERAGE}: the run kept no average of its weights")
+    return weights or (AVERAGE if kept else LAST)
+
+
+def tokenizer_folder(path: Path) -> Path:
+    """That of the run's own export, or of the corpus that the run was told to train on."""
+    run = path.resolve().parent.parent
+    if (run / MODEL / TOKENIZER).exists():
+        return run / MODEL
+    try:
+        corpus = yaml.safe_load((run / CONFIG).read_text(encoding="utf-8"))["data"]["corpus"]
+        return Path(corpus) / CORPUS_TOKENIZER
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return path  # which has none
