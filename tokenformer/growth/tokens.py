@@ -169,7 +169,7 @@ class TokenGrowth:
         size = self.sizes[place]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(named_seed(self.seed, layer))
-            fresh = Fresh(module, *self.blank.token_deviations(module))
+            fresh = Deviations(*self.blank.token_deviations(module))
             after, copies = GROW[self.init](before, size, fresh)
         if self.policy == "current":
             after = TokenSet(after.keys, after.values, float(size))
@@ -209,40 +209,33 @@ class TokenGrowth:
 
 
 @dataclass(frozen=True)
-class Fresh:
-    """Tokens such as the larger layer would begin with; drawing them is the slow part of growth, so
-    no more are drawn than are asked for."""
+class Deviations:
+    """Of the keys and values that the larger layer would begin with."""
 
-    layer: Pattention
-    key_deviation: float
-    value_deviation: float
-
-    def keys(self, count: int) -> Tensor:
-        return torch.randn(count, self.layer.in_features).mul_(self.key_deviation)
-
-    def values(self, count: int) -> Tensor:
-        return torch.randn(count, self.layer.out_features).mul_(self.value_deviation)
+    keys: float
+    values: float
 
 
-def grow_zero(before: TokenSet, size: int, fresh: Fresh) -> tuple[TokenSet, Copies]:
-    added = size - before.size
-    keys = before.keys.new_zeros(added, before.keys.shape[1])
-    return appended(before, keys, fresh.values(added), before.scale)
+def grow_zero(before: TokenSet, size: int, fresh: Deviations) -> tuple[TokenSet, Copies]:
+    keys, values = extended(before.keys, size), extended(before.values, size)
+    draw(values[before.size :], fresh.values)
+    return TokenSet(keys, values, before.scale), Copies(added_rows(before.size, size))
 
 
-def grow_random(before: TokenSet, size: int, fresh: Fresh) -> tuple[TokenSet, Copies]:
-    added = size - before.size
-    return appended(before, fresh.keys(added), fresh.values(added), before.scale)
+def grow_random(before: TokenSet, size: int, fresh: Deviations) -> tuple[TokenSet, Copies]:
+    after, copies = grow_zero(before, size, fresh)
+    draw(after.keys[before.size :], fresh.keys)
+    return after, copies
 
 
-def grow_zero_value(before: TokenSet, size: int, fresh: Fresh) -> tuple[TokenSet, Copies]:
-    added = size - before.size
-    keys = torch.randn(added, before.keys.shape[1]) * rms(before.keys).cpu()
-    values = before.values.new_zeros(added, before.values.shape[1])
-    return appended(before, keys, values, before.scale * size / before.size)
+def grow_zero_value(before: TokenSet, size: int, fresh: Deviations) -> tuple[TokenSet, Copies]:
+    keys, values = extended(before.keys, size), extended(before.values, size)
+    draw(keys[before.size :], rms(before.keys).item())
+    scale = before.scale * size / before.size
+    return TokenSet(keys, values, scale), Copies(added_rows(before.size, size))
 
 
-def grow_clone(before: TokenSet, size: int, fresh: Fresh) -> tuple[TokenSet, Copies]:
+def grow_clone(before: TokenSet, size: int, fresh: Deviations) -> tuple[TokenSet, Copies]:
     number, rest = divmod(size, before.size)
     shares = (before.values / number).repeat(number, 1, 1)  # [k, n, d_out]
     if number > 1:
@@ -258,15 +251,19 @@ def grow_clone(before: TokenSet, size: int, fresh: Fresh) -> tuple[TokenSet, Cop
     return after, Copies(torch.cat([rows, torch.full((rest,), NEW)]), number)
 
 
-def appended(
-    before: TokenSet, keys: Tensor, values: Tensor, scale: float
-) -> tuple[TokenSet, Copies]:
-    joined = TokenSet(
-        torch.cat([before.keys, keys.to(before.keys)]),
-        torch.cat([before.values, values.to(before.values)]),
-        scale,
-    )
-    return joined, Copies(added_rows(before.size, joined.size))
+def extended(old: Tensor, size: int) -> Tensor:
+    """The old rows, and zero ones to make `size`. Nothing is copied twice: growth of a large model
+    is as fast as memory is."""
+    new = old.new_zeros(size, old.shape[1])
+    new[: old.shape[0]] = old
+    return new
+
+
+def draw(rows: Tensor, deviation: float) -> None:
+    """Fill with numbers that are the same on every device and in every dtype."""
+    plain = rows.device.type == "cpu" and rows.dtype == torch.float32
+    drawn = rows.normal_() if plain else torch.randn(rows.shape)
+    rows.copy_(drawn.mul_(deviation))
 
 
 def rms(tensor: Tensor) -> Tensor:
