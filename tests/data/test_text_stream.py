@@ -13,8 +13,8 @@ TEXT = "naïve 日本語のテキスト 👩‍👩‍👧 🇯🇵 🙂 done.\n
 BYTES = byte_tokenizer()
 
 
-def streamed(tokenizer, ids) -> list[str]:
-    stream = TextStream(tokenizer)
+def streamed(tokenizer, ids, stop=()) -> list[str]:
+    stream = TextStream(tokenizer, stop=stop)
     return [*(stream.add(token) for token in ids), stream.end()]
 
 
@@ -50,3 +50,28 @@ def test_a_broken_character_at_the_end_is_shown_as_such():
 
 def test_end_of_text_is_no_text():
     assert streamed(BYTES, [97, END_OF_TEXT, 98]) == ["a", "", "b", ""]
+
+
+def test_what_may_begin_a_stop_sequence_waits():
+    pieces = streamed(BYTES, [*b"a--b-->c"], stop=["-->"])
+    assert pieces == ["a", "", "", "--b", "", "", "", "", ""]
+    assert streamed(BYTES, [*b"a--"], stop=["-->"]) == ["a", "", "", "--"]
+    with pytest.raises(ValueError, match="at least one character"):
+        TextStream(BYTES, stop=["", "a"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.text("ab日🙂", max_size=30),
+    st.lists(st.text("ab日🙂", min_size=1, max_size=4), max_size=3),
+)
+def test_text_ends_before_the_stop_sequence_that_is_complete_first(text, stops):
+    """Compared with a search after each character; of those complete together, the longest."""
+    ends = [
+        (end, start)
+        for end in range(len(text) + 1)
+        for start in range(end)
+        if text[start:end] in stops
+    ]
+    kept = text[: min(ends)[1]] if ends else text
+    assert "".join(streamed(BYTES, [*text.encode()], stops)) == kept

@@ -1,6 +1,8 @@
 """`tokenformer generate`: a model goes on with a prompt, as it thinks."""
 
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from json import dumps
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ def generate(
     temperature: float = 0.8,
     top_k: int | None = None,
     top_p: float | None = None,
+    repetition_penalty: float | None = None,
     greedy: bool = False,
+    stop: str | None = None,
     seed: int = 0,
     json: bool = False,
 ) -> None:
@@ -25,20 +29,26 @@ def generate(
 
     Args:
         model: A folder or hub name of a causal language model, ours or any other.
-        prompt: The text to go on with.
+        prompt: The text to go on with; - reads it from the standard input.
         prompts: A file with a prompt on each line, each gone on with by itself.
-        max_new_tokens: The most tokens to add.
+        max_new_tokens: The most tokens to add; the model's context may end it sooner.
         temperature: Below 1 nearer to the likeliest, above 1 further from it.
         top_k: Choose among the k likeliest tokens only.
         top_p: Choose among the likeliest tokens that make up this share of the probability.
+        repetition_penalty: Above 1, what was said becomes less likely: against going in circles.
         greedy: Always take the likeliest token.
+        stop: End before this text appears.
         seed: Seed of the choices.
         json: Print one JSON document: a list of prompts and what was added.
     """
-    texts = [*([] if prompt is None else [prompt]), *read_prompts(prompts)]
+    check(max_new_tokens, temperature, top_k, top_p, seed)
+    if repetition_penalty is not None and not repetition_penalty > 0:
+        raise InputError(f"--repetition_penalty {repetition_penalty} must be above 0")
+    if stop == "":
+        raise InputError("--stop must be a text of at least one character")
+    texts = [*([] if prompt is None else [read_prompt(prompt)]), *read_prompts(prompts)]
     if not texts:
         raise InputError("nothing to go on with; give --prompt TEXT or --prompts FILE")
-    check(max_new_tokens, temperature, top_k, top_p, seed)
 
     import torch
 
@@ -49,14 +59,26 @@ def generate(
     if not greedy:
         chosen = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0}
         chosen |= {} if top_p is None else {"top_p": top_p}
+    if repetition_penalty is not None:
+        chosen["repetition_penalty"] = repetition_penalty
+    asked = [(text, encode(loaded, tokenizer, text)) for text in texts]  # refused before any answer
+    told = (lambda piece: None) if json else show
     samples = []
-    for place, text in enumerate(texts):
+    for place, (text, ids) in enumerate(asked):
         torch.manual_seed(seed)
-        if not json:
-            sys.stdout.write(("\n\n" if place else "") + shown(text))
-        added = go_on(loaded, tokenizer, text, max_new_tokens, chosen, quiet=json)
+        told(("\n\n" if place else "") + text)
+        added = go_on(loaded, tokenizer, ids, max_new_tokens, chosen, stop, told)
         samples.append({"prompt": text, "added": added})
     sys.stdout.write(dumps(samples, indent=2, ensure_ascii=False) + "\n" if json else "\n")
+
+
+def read_prompt(prompt: str) -> str:
+    if prompt != "-":
+        return prompt
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError:
+        raise InputError("--prompt -: the standard input is not UTF-8 text") from None
 
 
 def read_prompts(path: Path | None) -> list[str]:
@@ -86,53 +108,77 @@ def check(
         raise InputError(f"--seed {seed} must be a whole number from 0")
 
 
-def go_on(
-    model: Any, tokenizer: Any, text: str, tokens: int, chosen: dict[str, Any], quiet: bool
-) -> str:
-    import torch
+def encode(model: Any, tokenizer: Any, text: str) -> Any:
+    """The prompt as ids [1, T] that the model's context has room for."""
+    from tokenformer.cli.prompt import PromptError, begin, context_length, room
 
+    try:
+        ids = begin(tokenizer(text, return_tensors="pt")["input_ids"], tokenizer)
+        room(ids, context_length(model.config))
+    except PromptError as error:
+        raise InputError(str(error)) from None
+    return ids.to(model.device)
+
+
+class Enough(Exception):  # noqa: N818  # nothing is wrong
+    """The stop text was reached: raised to leave transformers' `generate`."""
+
+
+class Speaker:
+    """What `generate` hands its tokens to: first the prompt, then each new one."""
+
+    def __init__(self, stream: Any, told: Callable[[str], None]) -> None:
+        self.stream = stream
+        self.told = told
+        self.prompted = False
+        self.pieces: list[str] = []
+
+    def put(self, value: Any) -> None:
+        if self.prompted:
+            self.say(self.stream.add(int(value.item())))
+            if self.stream.stopped:
+                raise Enough
+        self.prompted = True
+
+    def end(self) -> None:
+        self.say(self.stream.end())
+
+    def say(self, piece: str) -> None:
+        self.pieces.append(piece)
+        self.told(piece)
+
+
+def go_on(
+    model: Any,
+    tokenizer: Any,
+    ids: Any,
+    tokens: int,
+    chosen: dict[str, Any],
+    stop: str | None,
+    told: Callable[[str], None],
+) -> str:
+    """What the model adds; each piece of it is told as soon as it is certain."""
+    from tokenformer.cli.prompt import context_length, room
     from tokenformer.data.text_stream import TextStream
 
-    ids = tokenizer(text, return_tensors="pt", return_token_type_ids=False).to(model.device)
-    if ids["input_ids"].shape[1] == 0:  # an empty prompt: the beginning of a text
-        first = tokenizer.bos_token_id
-        first = tokenizer.eos_token_id if first is None else first
-        if first is None:
-            raise InputError("the prompt is empty, and the tokenizer has no beginning of text")
-        ids = {"input_ids": torch.tensor([[first]], device=model.device)}
-    stream = TextStream(tokenizer)
-    pieces: list[str] = []
-
-    def write(piece: str) -> None:
-        pieces.append(piece)
-        if not quiet:
-            sys.stdout.write(shown(piece))
-            sys.stdout.flush()
-
-    class Speaker:
-        """What `generate` hands its tokens to: first the prompt, then each new one."""
-
-        prompted = False
-
-        def put(self, value: torch.Tensor) -> None:
-            if self.prompted:
-                write(stream.add(int(value.item())))
-            self.prompted = True
-
-        def end(self) -> None:
-            write(stream.end())
-
-    model.generate(
-        **ids,
-        max_new_tokens=tokens,
-        streamer=Speaker(),
-        pad_token_id=tokenizer.pad_token_id
-        if tokenizer.pad_token_id is not None
-        else tokenizer.eos_token_id,
-        **chosen,
-    )
-    return "".join(pieces)
+    context = context_length(model.config)
+    left = room(ids, context)
+    speaker = Speaker(TextStream(tokenizer, stop=() if stop is None else (stop,)), told)
+    padding = tokenizer.pad_token_id
+    with suppress(Enough):
+        model.generate(
+            ids,
+            attention_mask=ids.new_ones(ids.shape),
+            max_new_tokens=tokens if left is None else min(tokens, left),
+            streamer=speaker,
+            pad_token_id=tokenizer.eos_token_id if padding is None else padding,
+            **chosen,
+        )
+    if left is not None and len(speaker.stream.ids) == left < tokens:
+        sys.stderr.write(f"\ntokenformer generate: the model's context of {context} is full\n")
+    return "".join(speaker.pieces)
 
 
-def shown(text: str) -> str:
-    return printable(text, sys.stdout.encoding or "utf-8")
+def show(text: str) -> None:
+    sys.stdout.write(printable(text, sys.stdout.encoding or "utf-8"))
+    sys.stdout.flush()

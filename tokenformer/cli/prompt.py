@@ -1,0 +1,37 @@
+"""A prompt as a model takes it: token ids that leave room for an answer."""
+
+from typing import Any
+
+from torch import Tensor
+
+
+class PromptError(ValueError):
+    """A prompt that the model cannot go on with, said in one line."""
+
+
+def context_length(config: Any) -> int | None:
+    """How many tokens the model was made for; None where its kind has no such limit."""
+    length = getattr(config, "max_position_embeddings", None)
+    return int(length) if length else None
+
+
+def begin(ids: Tensor, tokenizer: Any) -> Tensor:
+    """The ids [1, T] themselves; of an empty prompt, the beginning of a text."""
+    if ids.shape[1]:
+        return ids
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return ids.new_full((1, 1), token).long()  # no ids at all make a tensor of floats
+    raise PromptError("the prompt is empty, and the tokenizer has no beginning of text")
+
+
+def room(ids: Tensor, context: int | None) -> int | None:
+    """How many tokens the context leaves for the answer, at least one; None for no limit."""
+    if context is None:
+        return None
+    length = ids.shape[1]
+    if length >= context:
+        raise PromptError(
+            f"the prompt has {length} tokens, the model's context {context}, answer included"
+        )
+    return context - length
