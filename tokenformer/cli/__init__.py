@@ -33,6 +33,7 @@ VERBS = {
     "merge": "tokenformer.cli.merge:merge_models",
     "prepare": "tokenformer.cli.prepare:prepare",
     "prune": "tokenformer.cli.prune:prune_model",
+    "serve": "tokenformer.cli.serve:serve",
     "train": "tokenformer.cli.train:train",
 }
 

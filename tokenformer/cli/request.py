@@ -1,0 +1,102 @@
+"""What a client may ask of `tokenformer serve`: the fields of OpenAI's API that it honours.
+
+Any other is refused, since a field that is ignored gives an answer that was not asked for. Those
+that clients send of themselves, at values that ask for nothing, are dropped.
+"""
+
+from reprlib import repr as shortened
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+DEFAULT_MAX_TOKENS = 16
+"""Of a completion; OpenAI's own."""
+
+
+class Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    asks_nothing: ClassVar[dict[str, Any]] = {
+        "n": 1,
+        "frequency_penalty": 0,
+        "presence_penalty": 0,
+        "logit_bias": {},
+    }
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field([], max_length=4)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None  # the usage is told anyway
+    user: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_what_asks_nothing(cls, body: dict[str, Any]) -> dict[str, Any]:
+        asked = {name: value for name, value in body.items() if value is not None}
+        for name, nothing in cls.asks_nothing.items():
+            if asked.get(name) == nothing:
+                del asked[name]
+        if isinstance(asked.get("stop"), str):
+            asked["stop"] = [asked["stop"]]
+        return asked
+
+
+class CompletionRequest(Request):
+    """The body of `/v1/completions`."""
+
+    asks_nothing = Request.asks_nothing | {"best_of": 1, "echo": False, "suffix": ""}
+
+    prompt: str
+    max_tokens: int = Field(DEFAULT_MAX_TOKENS, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def take_one_prompt(cls, body: dict[str, Any]) -> dict[str, Any]:
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1:
+            return {**body, "prompt": prompt[0]}
+        return body
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    role: str
+    content: str | list[Part]
+
+
+class ChatRequest(Request):
+    """The body of `/v1/chat/completions`."""
+
+    asks_nothing = Request.asks_nothing | {"logprobs": False}
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def know_one_limit(self) -> "ChatRequest":
+        self.max_tokens = self.max_completion_tokens or self.max_tokens
+        return self
+
+
+def explain(error: ValidationError) -> str:
+    """All that is wrong with a request, in one line."""
+    wrong = []
+    for found in error.errors():
+        name = ".".join(map(str, found["loc"]))
+        if found["type"] == "extra_forbidden":
+            wrong.append(f"{name}={shortened(found['input'])} is not supported")
+        else:
+            wrong.append(f"{name}: {found['msg'].lower()}")
+    return "; ".join(wrong)
