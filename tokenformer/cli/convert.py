@@ -55,6 +55,9 @@ def convert_model(
     """
     if out is None:
         raise InputError("--out is missing; name a new folder for the model")
+    targets = sorted({target for _, target in CONVERSIONS})
+    if to not in targets:
+        raise InputError(f"--to {to} is unknown; choose {' or '.join(targets)}")
     given = {
         "tokenizer": tokenizer,
         "num_attention_heads": num_attention_heads,
@@ -72,10 +75,9 @@ def convert_model(
     if json or not sys.stderr.isatty():
         logging.disable_progress_bar()
     try:
-        found = find_source(source)
-        function = choose(found.kind, to, options)
         with new_folder("--out", out) as folder:
-            report = function(found, folder, **options)
+            found = find_source(source)
+            report = choose(found.kind, to, options)(found, folder, **options)
     except (ConversionError, ValueError, SafetensorError) as error:
         raise InputError(" ".join(str(error).split())) from None
     except OSError as error:
@@ -89,9 +91,6 @@ def convert_model(
 
 def choose(kind: str, to: str, options: dict[str, Any]) -> Any:
     """The function that converts, if it takes the options that were given."""
-    targets = sorted({target for _, target in CONVERSIONS})
-    if to not in targets:
-        raise InputError(f"--to {to} is unknown; choose {' or '.join(targets)}")
     conversion = CONVERSIONS.get((kind, to))
     if conversion is None:
         fitting = " or ".join(f"--to {t}" for k, t in CONVERSIONS if k == kind)

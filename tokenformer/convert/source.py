@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from tokenformer.convert.errors import ConversionError
+from tokenformer.convert.hub import fetch_model
 from tokenformer.train.manifest import MANIFEST
 
 RELEASED, CHECKPOINT, TOKENFORMER = "released", "checkpoint", "tokenformer"
 WEIGHTS, INDEX, CONFIG = "pytorch_model.bin", "pytorch_model.bin.index.json", "config.json"
 DEEPSPEED = ("mp_rank_*_model_states.pt", "layer_*_states.pt", "zero_pp_rank_*.pt")
-SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 FILE_ENDINGS = (".bin", ".pt", ".pth", ".safetensors")
 
 
@@ -39,7 +39,7 @@ def find_source(name: str) -> Source:
     if not path.exists():
         if path.is_absolute() or name.startswith(".") or name.endswith(FILE_ENDINGS):
             raise ConversionError(f"{name} does not exist")
-        path = download(name)
+        path = fetch_model(name)
     refuse_deepspeed(path)
     if path.is_file():
         return Source(name, RELEASED, path)
@@ -98,24 +98,3 @@ def refuse_deepspeed(path: Path) -> None:
 
 def pieces(folder: Path) -> list[Path]:
     return sorted(file for pattern in DEEPSPEED for file in folder.glob(pattern))
-
-
-def download(name: str) -> Path:
-    """A model of the hub in the local cache: safetensors where there are any."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # what is retried would be told line by line
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, "*.safetensors"]))
-        if not any(folder.glob("*.safetensors")):
-            folder = Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, "*.bin"]))
-    except (OSError, ValueError) as error:
-        told = " ".join(str(error).split())
-        raise ConversionError(
-            f"{name} is neither a file or folder here nor to be had from the hub: {told}"
-        ) from None
-    finally:
-        logging.set_verbosity(verbosity)
-    return folder

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenformer.convert.errors import ConversionError
+from tokenformer.convert.hub import fetch_tokenizer
 from tokenformer.data.errors import DataError
 from tokenformer.data.tokenizer import END_OF_TEXT_SYMBOLS, tokenizer_of_file, tokenizer_of_folder
 
@@ -30,7 +31,7 @@ def find_tokenizer(given: str | None, folder: Path, vocab_size: int) -> FoundTok
     if vocab_size != NEOX_VOCABULARY:
         return None
     try:
-        return FoundTokenizer(load(NEOX), f"the hub, {NEOX}")
+        return FoundTokenizer(load(str(fetch_tokenizer(NEOX))), f"the hub, {NEOX}")
     except ConversionError:
         return None
 
@@ -45,7 +46,8 @@ def load(name: str) -> Any:
                 tokenizer_object=backend, clean_up_tokenization_spaces=False
             )
         else:
-            tokenizer = tokenizer_of_folder(name)
+            folder = name if Path(name).is_dir() else str(fetch_tokenizer(name))
+            tokenizer = tokenizer_of_folder(folder)
     except DataError as error:
         raise ConversionError(str(error)) from None
     if tokenizer.eos_token is None:  # a bare tokenizer.json does not say
