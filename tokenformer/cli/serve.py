@@ -53,7 +53,8 @@ def run(listener: socket.socket, model: str, name: str, context: int | None) -> 
     try:
         import uvicorn
 
-        from tokenformer.cli.server import Voice, build_app
+        from tokenformer.cli.server import build_app
+        from tokenformer.cli.voice import Voice
     except ImportError as error:
         hint = 'pip install "tokenformer[serve]"'
         raise InputError(f"the server is missing or does not fit: {error}; {hint}") from None

@@ -3,21 +3,16 @@
 Its routes, chat templates, event streams and inference thread are used as they are. Ours are:
 
 - `OneModel` in the place of its `ModelManager`, which loads what a request names;
-- handlers that refuse what they would ignore (`request.py`) and sample as OpenAI's API says;
-- `Voice`, which checks the length, draws by the request's seed in the thread that samples, ends
-  before a stop sequence, and gives the same text whether it is streamed or not.
+- handlers that refuse what theirs ignore (`request.py`), and sample as OpenAI's API says;
+- `Voice` (`voice.py`), which makes the text.
 """
 
-import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from copy import deepcopy
-from json import dumps
 from typing import Any
 
-import torch
 from fastapi import FastAPI, HTTPException
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -27,24 +22,13 @@ from starlette.exceptions import HTTPException as AnyHTTPException
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.server import build_server
-from transformers.cli.serving.utils import (
-    DirectStreamer,
-    GenerateManager,
-    GenerationState,
-    Modality,
-    _GenerationCancelled,
-    _StreamError,
-    response_events_to_chunks,
-)
+from transformers.cli.serving.utils import GenerationState, Modality
 
-from tokenformer.cli.prompt import PromptError, begin, room
 from tokenformer.cli.request import ChatRequest, CompletionRequest, Request, explain
-from tokenformer.data.text_stream import TextStream
+from tokenformer.cli.voice import Voice
 
 ROUTES = {"/health", "/v1/models", "/v1/completions", "/v1/chat/completions"}
 """Those of transformers' that stay: others load, unload or need another kind of model."""
-
-logger = logging.getLogger("uvicorn.error")
 
 
 class OneModel:
@@ -71,138 +55,6 @@ class OneModel:
 
     def shutdown(self) -> None:
         """The model goes with the process."""
-
-
-class Speaker(DirectStreamer):
-    """What `generate` hands its tokens to; the event loop takes text from its queue."""
-
-    def __init__(
-        self, text: TextStream, ends: set[int], queue: "asyncio.Queue[Any]", parser: Any
-    ) -> None:
-        super().__init__(text.tokenizer, asyncio.get_running_loop(), queue, parser)
-        self.text = text
-        self.ends = ends
-        self.prompted = False
-
-    def put(self, value: torch.Tensor) -> None:
-        if self._cancelled.is_set():
-            raise _GenerationCancelled
-        if not self.prompted:
-            self.prompted = True
-            return
-        token = int(value.item())
-        self.say(self.text.add(token))
-        if self.text.stopped:
-            raise _GenerationCancelled
-        # What ends an answer is not counted, so that only a full count means "length".
-        self.total_tokens += token not in self.ends
-
-    def end(self) -> None:
-        self.say(self.text.end())
-        super().end()
-
-    def say(self, text: str) -> None:
-        if self._parser is not None:  # of a chat model whose answers have parts
-            for part in response_events_to_chunks(self._parser.feed(text)):
-                self._enqueue(part)
-        elif text:
-            self._enqueue(text)
-
-
-class Voice(GenerateManager):
-    """Answers one request after the other, each in the thread that its parent keeps."""
-
-    def __init__(self, context: int) -> None:
-        super().__init__()
-        self.context = context
-        self.speaking: set[Speaker] = set()
-        self.hushed = False
-
-    def generate_streaming(
-        self,
-        model: Any,
-        processor: Any,
-        inputs: Any,
-        gen_config: Any,
-        request_id: str,
-        response_parser: Any = None,
-    ) -> "tuple[asyncio.Queue[Any], Speaker]":
-        ids = self.fit(inputs["input_ids"], processor, gen_config).to(model.device)
-        inputs["input_ids"] = ids  # the handler counts them
-        queue: asyncio.Queue[Any] = asyncio.Queue()
-        text = TextStream(
-            processor, stop=gen_config.stop, skip_special_tokens=response_parser is None
-        )
-        ends = torch.tensor(gen_config.eos_token_id or []).flatten().tolist()
-        speaker = Speaker(text, set(ends), queue, response_parser)
-        seed = gen_config.seed
-
-        def speak() -> None:
-            try:
-                # Here rather than where the request came in: others may be sampling until now.
-                torch.manual_seed(torch.seed() if seed is None else seed)
-                model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    generation_config=gen_config,
-                    streamer=speaker,
-                )
-            except _GenerationCancelled:
-                if self.hushed:
-                    speaker._enqueue(_StreamError("the server is ending"))
-                speaker.end()
-            except Exception as error:
-                logger.exception("a request failed")
-                speaker._enqueue(_StreamError(dumps(str(error))[1:-1]))  # goes into JSON as it is
-            finally:
-                self.speaking.discard(speaker)
-
-        self.speaking.add(speaker)
-        self.submit(speak)
-        return queue, speaker
-
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
-    ) -> tuple[str, int, list[int]]:
-        queue, speaker = self.generate_streaming(model, processor, inputs, gen_config, request_id)
-        pieces = []
-        try:
-            while (piece := await queue.get()) is not None:
-                if isinstance(piece, _StreamError):
-                    raise HTTPException(503 if self.hushed else 500, piece.msg)
-                pieces.append(piece)
-        except asyncio.CancelledError:
-            speaker.cancel()
-            raise
-        said = speaker.text.ids[: speaker.total_tokens]
-        return "".join(pieces), inputs["input_ids"].shape[1], said
-
-    def fit(self, ids: torch.Tensor, tokenizer: Any, gen_config: Any) -> torch.Tensor:
-        """The prompt's ids, if the context holds them and the answer asked for."""
-        try:
-            ids = begin(ids, tokenizer)
-            left = room(ids, self.context)
-        except PromptError as error:
-            raise HTTPException(400, str(error)) from None
-        asked = gen_config.max_new_tokens
-        if asked is not None and asked > left:
-            raise HTTPException(
-                400,
-                f"the prompt has {ids.shape[1]} tokens and max_tokens is {asked}, together above "
-                f"the model's context of {self.context}; max_tokens can be at most {left}",
-            )
-        gen_config.max_new_tokens = asked or left
-        return ids
-
-    def hush(self) -> None:
-        """End all answers at their next token."""
-        self.hushed = True
-        for speaker in list(self.speaking):
-            speaker.cancel()
-
-    def wait(self) -> None:
-        """Until the thread is idle: the interpreter must not end while it is inside of torch."""
-        self.submit(lambda: None).result()
 
 
 class OneVoice(GenerationState):
