@@ -23,9 +23,6 @@ def write_folder(
     out: Path,
 ) -> Receipt:
     """Tensors that are memory-mapped go straight from their file into the new one."""
-    if found is not None and found.tokenizer.eos_token_id is not None:
-        config.eos_token_id = found.tokenizer.eos_token_id
-        config.bos_token_id = found.tokenizer.bos_token_id
     dtype = next(iter(tensors.values())).dtype
     model = blank(config).to(dtype)
     model.save_pretrained(out, state_dict=storable(tensors, copy=False), max_shard_size=SHARD)

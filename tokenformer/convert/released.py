@@ -51,8 +51,8 @@ def convert_released(
         options = to_ours(read_config(source.folder), sizes, num_attention_heads)
     except ConversionError as error:
         raise ConversionError(f"{source.name}: {error}") from None
-    config = TokenformerConfig(**options)
-    found = find_tokenizer(tokenizer, source.folder, config.vocab_size)
+    found = find_tokenizer(tokenizer, source.folder, sizes["vocab_size"])
+    config = TokenformerConfig(**options, **({} if found is None else found.ends))
     names = released_names(config.num_hidden_layers)
     tensors = {ours: stored[theirs] for ours, theirs in names.items()}
     return write_folder(source, config, tensors, found, out)

@@ -47,6 +47,10 @@ def weight_files(path: Path) -> list[Path]:
 
 def read_file(path: Path) -> dict[str, Tensor]:
     try:
+        path.open("rb").close()
+    except OSError as error:
+        raise ConversionError(f"{path} cannot be read: {error.strerror}") from None
+    try:
         # Files older than torch 1.6 are no zip archives, and are read whole.
         mapped = zipfile.is_zipfile(path)
         with warnings.catch_warnings():
@@ -54,8 +58,6 @@ def read_file(path: Path) -> dict[str, Tensor]:
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise ConversionError(f"{path} is refused: {reason(error)}") from None
-    except OSError as error:
-        raise ConversionError(f"{path} cannot be read: {error.strerror or error}") from None
     except Exception:  # torch raises whatever comes up in a file that it cannot make sense of
         raise ConversionError(
             f"{path} is torn, or not a checkpoint: torch.load cannot read it"

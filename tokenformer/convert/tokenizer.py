@@ -20,6 +20,16 @@ class FoundTokenizer:
     tokenizer: Any
     origin: str
 
+    @property
+    def ends(self) -> dict[str, Any]:
+        """Where texts begin and end, as options of a configuration, if it says."""
+        if self.tokenizer.eos_token_id is None:
+            return {}
+        return {
+            "bos_token_id": self.tokenizer.bos_token_id,
+            "eos_token_id": self.tokenizer.eos_token_id,
+        }
+
 
 def find_tokenizer(given: str | None, folder: Path, vocab_size: int) -> FoundTokenizer | None:
     """The one that is given (a tokenizer.json, a folder or a hub name), or that of the folder, or,
