@@ -1,0 +1,1 @@
+"""Pretrained Transformers to TokenFormers."""
