@@ -3,6 +3,7 @@
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # The whole demo belongs to the tests marked slow; here what takes long runs for a few steps.
-SHORTENED = {"demo": ["--steps", "2"], "train": ["--max_steps", "2"]}
+SHORTENED = {"demo": ["--steps", "2"], "serve": ["--port", "0"], "train": ["--max_steps", "2"]}
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -40,13 +41,17 @@ def test_commands_run(page, tmp_path):
     shutil.copytree(ROOT / "docs", tmp_path / "my-texts")
     for words in commands(page):
         arguments = words[1:] + SHORTENED.get(words[1], [])
-        done = subprocess.run(
+        process = subprocess.Popen(
             [sys.executable, "-m", "tokenformer", *arguments],
             cwd=tmp_path,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
         )
-        assert done.returncode == 0, f"{' '.join(words)}\n{done.stderr}"
+        if words[1] == "serve" and process.stdout.readline():  # it is there; else it has failed
+            process.send_signal(signal.SIGINT)
+        errors = process.communicate()[1]
+        assert process.returncode == 0, f"{' '.join(words)}\n{errors}"
 
 
 def test_links_between_pages_lead_somewhere():

@@ -2,7 +2,6 @@
 
 import io
 import json
-import subprocess
 import sys
 
 import pytest
@@ -63,12 +62,10 @@ def test_a_full_context_ends_it_and_is_said(parrot, monkeypatch, capsys):
     assert "the model's context of 128 is full" in capsys.readouterr().err
 
 
-def test_a_prompt_from_the_standard_input(parrot):
-    command = [sys.executable, "-m", "tokenformer", "generate", str(parrot), "--prompt", "-"]
-    done = subprocess.run(
-        [*command, "--greedy", "--stop", "\n"], input="Say 日本".encode(), capture_output=True
-    )
-    assert done.stdout.decode() == SENTENCE, done.stderr
+def test_a_prompt_from_the_standard_input(parrot, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Say 日本".encode())))
+    pieces = generate(monkeypatch, parrot, "--prompt", "-", "--greedy", "--stop", "\n")
+    assert "".join(pieces) == SENTENCE
 
 
 @pytest.mark.parametrize(

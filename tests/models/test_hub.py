@@ -21,6 +21,7 @@ from transformers import (
 )
 
 import tokenformer
+from tokenformer.data.byte_tokenizer import END_OF_TEXT, VOCAB_SIZE, byte_tokenizer
 
 Make = Callable[..., Any]
 
@@ -218,6 +219,27 @@ def test_auto_classes_in_a_fresh_process(folders: str, order: str) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "loaded"
+
+
+def test_pipeline_in_a_fresh_process(make_model: Make, tmp_path: Path) -> None:
+    """A folder of ours, transformers, and `import tokenformer`: nothing else."""
+    model = make_model("tokenformer", vocab_size=VOCAB_SIZE, eos_token_id=END_OF_TEXT).float()
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    program = f"""
+import tokenformer
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+folder = {str(tmp_path)!r}
+model = AutoModelForCausalLM.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+speak = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
+print(speak("So", max_new_tokens=9, do_sample=False, return_tensors=True)[0]["generated_token_ids"])
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    ids = model.generate(torch.tensor([[*b"So"]]), max_new_tokens=9, do_sample=False)
+    assert json.loads(run.stdout) == ids[0].tolist()
 
 
 def test_every_public_name_resolves() -> None:

@@ -75,13 +75,16 @@ def run(listener: socket.socket, model: str, name: str, context: int | None) -> 
 
     app = build_app(name, loaded, tokenizer, voice)
     server = Server(uvicorn.Config(app, timeout_graceful_shutdown=SECONDS_TO_END))
-    listener.listen(128)
-    host, port = listener.getsockname()[:2]
-    place = f"[{host}]" if ":" in host else host
-    sys.stdout.write(f"Serving {name} at http://{place}:{port}/v1; Ctrl-C ends it\n")
-    sys.stdout.flush()
     # When uvicorn has ended at either signal, it raises it again, for whoever waits for it.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
+        listener.listen(128)
+        sys.stdout.write(f"Serving {name} at {address(listener)}/v1; Ctrl-C ends it\n")
+        sys.stdout.flush()
         server.run(sockets=[listener])
     voice.wait()
+
+
+def address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
