@@ -107,12 +107,27 @@ def moved_on_probe(model, grown):
     return moved(logits(model, tokens), logits(grown, tokens))
 
 
-def test_zero_value_is_nearly_exact(make_config):
-    model, _ = trained(make_config)
-    sizes = {"qkv_tokens": 96, "output_tokens": 96, "ffn_tokens": 384}
-    nearly = tokenformer.grow(model, **sizes, init="zero_value")
-    jumping = tokenformer.grow(model, **sizes, init="random")
-    assert nearly[0].config.scale("ffn", 1) == 96 * 384 / 96
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+def test_zero_values_are_exact_where_new_keys_can_span_the_old(make_config, dtype):
+    model, _ = trained(make_config, dtype)
+    grown, report = tokenformer.grow(
+        model, qkv_tokens=60, output_tokens=56, ffn_tokens=384, init="zero_value"
+    )
+    assert grown.config.scale("ffn", 1) == 96 * 384 / 96
+    assert grown.config.scale("o", 0) == 56
+    assert moved(logits(model), logits(grown)) < EXACT[dtype]
+    assert report.max_layer_change < EXACT[dtype]
+    keys = grown.model.layers[0].ffn.key_tokens.detach()
+    alike = torch.nn.functional.cosine_similarity(keys[96:, None], keys[None, :96], dim=-1)
+    assert alike.abs().max() < 0.9, "new directions, not copies"
+
+
+@pytest.mark.parametrize(("theta", "tokens"), [("l2_gelu", 110), ("gelu_l2", 384)])
+def test_zero_values_are_nearly_exact_elsewhere(make_config, theta, tokens):
+    """14 keys cannot span 32 dimensions; the norm of gelu(A) is no function of a Gram matrix."""
+    model, _ = trained(make_config, theta=theta)
+    nearly = tokenformer.grow(model, ffn_tokens=tokens, init="zero_value")
+    jumping = tokenformer.grow(model, ffn_tokens=tokens, init="random")
     assert 1e-5 < nearly[1].max_output_change < jumping[1].max_output_change
 
 

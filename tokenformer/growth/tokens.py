@@ -6,13 +6,17 @@
 |--------------|---------------------------|------------|-----------------|-------------------|
 | `zero`       | zero                      | random     | s               | exactly as before |
 | `random`     | random                    | random     | the new count   | jumps             |
-| `zero_value` | random, at the old's size | zero       | s n'/n          | nearly as before  |
+| `zero_value` | random, with the old      | zero       | s n'/n          | exactly as before |
+|              | ones' Gram matrix         |            |                 |                   |
 | `clone`      | k copies of the old, the  | old / k    | k s             | exactly as before |
 |              | remainder zero            | plus noise |                 |                   |
 
 A zero key scores zero against every input, adds nothing to the norm and gets the weight gelu(0) =
 0. k copies multiply the norm by sqrt(k), which the scale k s undoes, and share the value among
-them; the noise on the copies' values sums to zero and tells them apart for the optimizer.
+them; the noise on the copies' values sums to zero and tells them apart for the optimizer. m new
+keys with the Gram matrix m/n K^T K make every row's norm sqrt(n'/n) times as long, which the scale
+undoes likewise: `zero_value` is exact where the norm is of the scores (`l2_gelu`) and there are at
+least as many new tokens as the old keys span dimensions; else it is nearly so.
 """
 
 from collections.abc import Callable
@@ -34,6 +38,8 @@ from tokenformer.models.seeds import named_seed
 
 INITS = ("zero", "random", "zero_value", "clone")
 SCALES = ("frozen", "current", "anneal", "learned")
+ROUNDING = 1e-13
+"""Of float64: directions with less than this share of the largest square are not spanned."""
 CLONE_NOISE = 0.1
 """Standard deviation of the noise on the copies' values, as a share of theirs."""
 
@@ -230,7 +236,7 @@ def grow_random(before: TokenSet, size: int, fresh: Deviations) -> tuple[TokenSe
 
 def grow_zero_value(before: TokenSet, size: int, fresh: Deviations) -> tuple[TokenSet, Copies]:
     keys, values = extended(before.keys, size), extended(before.values, size)
-    draw(keys[before.size :], rms(before.keys).item())
+    draw_alike(keys[before.size :], before.keys)
     scale = before.scale * size / before.size
     return TokenSet(keys, values, scale), Copies(added_rows(before.size, size))
 
@@ -264,6 +270,21 @@ def draw(rows: Tensor, deviation: float) -> None:
     plain = rows.device.type == "cpu" and rows.dtype == torch.float32
     drawn = rows.normal_() if plain else torch.randn(rows.shape)
     rows.copy_(drawn.mul_(deviation))
+
+
+def draw_alike(rows: Tensor, old: Tensor) -> None:
+    """Fill with random keys R whose Gram matrix is that of the old keys K, for their number: every
+    x has ||R x||^2 / m = ||K x||^2 / n. Where they are too few for it, that holds on average."""
+    count, wide = rows.shape[0], old.double().cpu()
+    squares, directions = torch.linalg.eigh(wide.T @ wide)  # [d], [d, d]
+    spanned = squares > ROUNDING * squares[-1]
+    if count < spanned.sum():
+        draw(rows, rms(old).item())
+        return
+    drawn = torch.randn(count, int(spanned.sum()), dtype=torch.float64)
+    orthonormal = torch.linalg.qr(drawn).Q  # [m, r]
+    shape = squares[spanned].sqrt()[:, None] * directions.T[spanned]  # [r, d], its Gram is K's
+    rows.copy_((count / old.shape[0]) ** 0.5 * orthonormal @ shape)
 
 
 def rms(tensor: Tensor) -> Tensor:
