@@ -120,6 +120,7 @@ def misfits(tmp_path_factory):
     tensors = {n: t for n, t in model.state_dict().items() if "layers.0.ffn.key" not in n}
     model.save_pretrained(folder / "ours")
     model.save_pretrained(folder / "damaged", state_dict=tensors)
+    config.save_pretrained(folder / "empty")
     model.save_pretrained(folder / "cut")
     weights = folder / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
@@ -146,12 +147,16 @@ def misfits(tmp_path_factory):
         ("trap.bin --out new", "trap.bin is refused: it asks for posix.symlink"),
         ("torn.bin --out new", "torn.bin is torn, or not a checkpoint"),
         ("list.bin --out new", "list.bin holds a list, not a state dict"),
-        ("short.bin --out new", "missing are sequential.6.norm.weight"),
+        ("short.bin --out new", "short.bin: missing are sequential.6.norm.weight"),
         ("pieces --out new", "python -m deepspeed.utils.zero_to_fp32"),
         ("gpt2 --to released --out new", "--to released is not for a source of kind gpt2"),
         ("ours --out new", "--to tokenformer is not for a source of kind tokenformer"),
-        ("damaged --to released --out new", "missing are sequential.2.mlp.key_param_tokens"),
-        ("cut --to released --out new", "header"),
+        (
+            "damaged --to released --out new",
+            "damaged: missing are sequential.2.mlp.key",
+        ),
+        ("cut --to released --out new", "cut: "),
+        ("empty --to released --out new", "empty/model.safetensors"),
     ],
 )
 def test_refusals_are_one_line_and_leave_nothing(misfits, monkeypatch, capsys, arguments, told):

@@ -225,12 +225,17 @@ def without(*names: str) -> dict[str, Tensor]:
             r"another type than the embedding's torch.float32 are sequential.6.norm.bias "
             r"torch.float16$",
         ),
-        ({n: t.int() for n, t in make_state().items()}, "weight torch.int32$"),
-        (without(EMBEDDING), "this is not a released TokenFormer"),
+        ({n: t.int() for n, t in make_state().items()}, "is torch.int32, not floating point$"),
+        (without(EMBEDDING), f"missing, or no matrices, are {EMBEDDING}$"),
+        ({**make_state(), EMBEDDING: torch.ones(64)}, f"or no matrices, are {EMBEDDING}$"),
+        (
+            {**make_state(), "sequential.999999999999.mlp.key_param_tokens": torch.ones(2, 2)},
+            "of no known place are sequential.999999999999.mlp.key_param_tokens$",
+        ),
         ({"model.embed_tokens.weight": torch.ones(3, 4)}, "its keys are model.embed_tokens.weight"),
         (
             {f"{name}.b" if "mlp" in name else name: t for name, t in make_state().items()},
-            "this is not a released TokenFormer",
+            "or no matrices, are sequential.2.mlp.key_param_tokens, sequential.3.mlp.key_param",
         ),
     ],
 )

@@ -87,6 +87,9 @@ def test_deepspeed_pieces_are_refused_with_the_command_that_joins_them(tmp_path,
 def test_joined_weights_beside_the_pieces_are_taken(tmp_path):
     make(tmp_path, "pytorch_model.bin", "latest", *PIECES[0])
     assert find_source(str(tmp_path)).kind == "released"
+    make(tmp_path, config={"model_type": "gpt2"})
+    (tmp_path / "pytorch_model.bin").rename(tmp_path / "model.safetensors")
+    assert find_source(str(tmp_path)).kind == "gpt2"
 
 
 def test_a_file_named_latest_is_not_followed_outside(tmp_path):

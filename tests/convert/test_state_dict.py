@@ -67,12 +67,25 @@ def other_zip(path: Path) -> None:
         (lambda path: torch.save([1, 2], path), "holds a list, not a state dict"),
         (lambda path: torch.save(torch.ones(2), path), "holds a Tensor, not a state dict"),
         (lambda path: torch.save({}, path), "holds nothing, not a state dict"),
+        (lambda path: torch.save({3: torch.ones(2)}, path), r"tensors by name: 3 \(Tensor\)$"),
         (
             lambda path: torch.save({"module": {"a": torch.ones(2)}, "iteration": 3}, path),
             r"more than a state dict of tensors by name: module \(dict\), iteration \(int\)$",
         ),
     ],
-    ids=["torn", "torn old", "zip", "empty", "text", "module", "list", "tensor", "no", "nested"],
+    ids=[
+        "torn",
+        "torn old",
+        "zip",
+        "empty",
+        "text",
+        "module",
+        "list",
+        "tensor",
+        "no",
+        "3",
+        "nested",
+    ],
 )
 def test_what_is_no_state_dict_is_told_in_a_line(tmp_path, make, told):
     make(tmp_path / "file.bin")

@@ -2,6 +2,9 @@
 
 import importlib
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
@@ -17,8 +20,15 @@ class Conversion:
     """`module:name` of a function (source, out, **options) -> report, with `asdict` and `str`."""
     options: tuple[str, ...] = ()
     """Options of the command that it takes."""
+    reports_progress: bool = False
+    """Whether it takes `on_progress`, a function to tell how far it is."""
 
 
+PRETRAINED = Conversion(
+    "tokenformer.convert.pretrained.folder:convert_transformer",
+    ("data", "distill", "steps", "linear", "tokenizer"),
+    reports_progress=True,
+)
 # By the kind of the source (tokenformer/convert/source.py) and what it is to become.
 CONVERSIONS = {
     ("released", "tokenformer"): Conversion(
@@ -28,7 +38,14 @@ CONVERSIONS = {
     ("checkpoint", "tokenformer"): Conversion(
         "tokenformer.convert.training_checkpoint:convert_checkpoint", ("tokenizer", "weights")
     ),
+    ("gpt2", "tokenformer"): PRETRAINED,
+    ("gpt_neox", "tokenformer"): PRETRAINED,
+    ("llama", "tokenformer"): PRETRAINED,
+    ("mistral", "tokenformer"): PRETRAINED,
+    ("qwen2", "tokenformer"): PRETRAINED,
+    ("tokenformer_transformer", "tokenformer"): PRETRAINED,
 }
+SECONDS_BETWEEN_LINES = 10.0
 
 
 def convert_model(
@@ -38,19 +55,30 @@ def convert_model(
     tokenizer: str | None = None,
     num_attention_heads: int | None = None,
     weights: str | None = None,
+    data: Path | None = None,
+    linear: str | None = None,
+    distill: Path | None = None,
+    steps: int | None = None,
     json: bool = False,
 ) -> None:
-    """Convert a released checkpoint, or one of a training run, to a model folder; or back.
+    """Convert a released checkpoint, one of a training run, or a pretrained Transformer; or back.
 
     Args:
         source: The authors' pytorch_model.bin, its folder or its name on the hub
-            (Haiyang-W/TokenFormer-150M); a checkpoint of a run (runs/x/checkpoints/step-...); or,
-            with --to released, a model folder of ours.
+            (Haiyang-W/TokenFormer-150M); a checkpoint of a run (runs/x/checkpoints/step-...); a
+            folder or hub name of a GPT-2, GPT-NeoX (Pythia), Llama, Mistral or Qwen2 model or of a
+            plain Transformer of ours; or, with --to released, a model folder of ours.
         out: A new folder for the model; it must be given.
         to: tokenformer, a Hugging Face folder of ours, or released, the authors' format.
         tokenizer: A tokenizer.json, a folder or a hub name; by default the one beside the source.
         num_attention_heads: Of a released checkpoint without its config.json: how many heads.
         weights: Of a checkpoint of a run: average, as the run exports where it keeps one, or last.
+        data: Of a Transformer: text to fit and measure on, a folder made by `tokenformer prepare`
+            or a text file. Models with RMS norms or gated networks cannot do without.
+        linear: Of a Transformer: tokens of a linear map: pair, two for each channel, the default,
+            or shift, one, which is only exact in fp32.
+        distill: Of a Transformer: text to train on afterwards, towards the source's predictions.
+        steps: How long to; by default 200 steps of 8 sequences.
         json: Print the report as JSON.
     """
     if out is None:
@@ -62,6 +90,10 @@ def convert_model(
         "tokenizer": tokenizer,
         "num_attention_heads": num_attention_heads,
         "weights": weights,
+        "data": data,
+        "linear": linear,
+        "distill": distill,
+        "steps": steps,
     }
     options = {name: value for name, value in given.items() if value is not None}
 
@@ -77,9 +109,12 @@ def convert_model(
     try:
         with new_folder("--out", out) as folder:
             found = find_source(source)
-            report = choose(found.kind, to, options)(found, folder, **options)
+            function, conversion = choose(found.kind, to, options)
+            with progress(conversion) as more:
+                report = function(found, folder, **options, **more)
     except (ConversionError, ValueError, SafetensorError) as error:
-        raise InputError(" ".join(str(error).split())) from None
+        told = " ".join(str(error).split())
+        raise InputError(told if source in told else f"{source}: {told}") from None
     except OSError as error:
         raise InputError(f"{error.filename or out}: {error.strerror or error}") from None
     finally:
@@ -89,15 +124,41 @@ def convert_model(
     sys.stdout.write(text + "\n")
 
 
-def choose(kind: str, to: str, options: dict[str, Any]) -> Any:
+def choose(kind: str, to: str, options: dict[str, Any]) -> tuple[Any, Conversion]:
     """The function that converts, if it takes the options that were given."""
     conversion = CONVERSIONS.get((kind, to))
     if conversion is None:
         fitting = " or ".join(f"--to {t}" for k, t in CONVERSIONS if k == kind)
-        hint = f"it takes {fitting}" if fitting else "it is of a kind that cannot be converted"
+        kinds = ", ".join(dict.fromkeys(kind for kind, _ in CONVERSIONS))
+        hint = f"it takes {fitting}" if fitting else f"what can be converted is {kinds}"
         raise InputError(f"--to {to} is not for a source of kind {kind}; {hint}")
     for name, value in options.items():
         if name not in conversion.options:
             raise InputError(f"--{name} {value} is not for a source of kind {kind}")
     module, _, name = conversion.function.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(module), name), conversion
+
+
+@contextmanager
+def progress(conversion: Conversion) -> Iterator[dict[str, Any]]:
+    """What a conversion is to be told so that it says how far it is: on a terminal in one line that
+    changes, elsewhere a line every ten seconds."""
+    from rich.console import Console
+
+    if not conversion.reports_progress:
+        yield {}
+        return
+    console = Console(stderr=True, highlight=False)
+    if console.is_terminal:
+        with console.status("reading the model") as status:
+            yield {"on_progress": status.update}
+        return
+    printed = time.monotonic()
+
+    def show_line(line: str) -> None:
+        nonlocal printed
+        if time.monotonic() - printed >= SECONDS_BETWEEN_LINES:
+            printed = time.monotonic()
+            console.print(line, markup=False)
+
+    yield {"on_progress": show_line}

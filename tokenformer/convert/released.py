@@ -8,9 +8,8 @@ memory map, and nothing is written before every one was found to be there and to
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ PARTS = {
 EMBEDDING = "sequential.0.word_embeddings.weight"
 LAYER = re.compile(r"sequential\.(\d+)\.(?:attention|mlp)\.")
 FIRST_LAYER = 2
-"""Their position of layer 0; the final norm comes one position after the last layer's next."""
+"""Positions 1 and, between the last layer and the final norm, L + 2 hold no tensors."""
 MOST_NAMES = 12
 
 
@@ -45,12 +44,8 @@ def convert_released(
 ) -> Receipt:
     """From a `pytorch_model.bin`, alone or in its folder."""
     stored = read_state_dict(source.path)
-    try:
-        sizes = read_sizes(stored)
-        compare(expected_shapes(sizes), stored)
-        options = to_ours(read_config(source.folder), sizes, num_attention_heads)
-    except ConversionError as error:
-        raise ConversionError(f"{source.name}: {error}") from None
+    sizes = check_tensors(stored)
+    options = to_ours(read_config(source.folder), sizes, num_attention_heads)
     found = find_tokenizer(tokenizer, source.folder, sizes["vocab_size"])
     config = TokenformerConfig(**options, **({} if found is None else found.ends))
     names = released_names(config.num_hidden_layers)
@@ -65,11 +60,9 @@ def convert_to_released(source: Source, out: Path) -> Receipt:
     names = released_names(config.num_hidden_layers)
     with stored_tensors(source.path) as files:
         tensors = {names.get(name, name): files[name] for name in files.names}
-        sizes = read_sizes(tensors)
-        compare(expected_shapes(sizes), tensors)
-        dtype = str(tensors[EMBEDDING].dtype).removeprefix("torch.")
-        document |= {"torch_dtype": dtype}
+        check_tensors(tensors)
         torch.save(tensors, out / WEIGHTS)
+    document["torch_dtype"] = str(tensors[EMBEDDING].dtype).removeprefix("torch.")
     (out / CONFIG).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     copied = [n for n in COMPANIONS if n != "generation_config.json" and (source.path / n).exists()]
     for name in copied:
@@ -93,27 +86,38 @@ def released_names(layers: int) -> dict[str, str]:
     return names
 
 
+def check_tensors(stored: Mapping[str, Tensor]) -> dict[str, int]:
+    """The sizes of a model whose tensors are all there, and of these sizes."""
+    sizes = read_sizes(stored)
+    compare(expected_shapes(sizes), stored)
+    return sizes
+
+
 def read_sizes(stored: Mapping[str, Tensor]) -> dict[str, int]:
-    """The model's sizes, by our names, as far as any tensor tells them."""
-    layers = [int(match[1]) for name in stored if (match := LAYER.match(name))]
-    matrices = {name: tensor for name, tensor in stored.items() if tensor.ndim == 2}
-    sizes = {"num_hidden_layers": max(layers, default=FIRST_LAYER - 1) - FIRST_LAYER + 1}
-    if EMBEDDING in matrices:
-        sizes["vocab_size"], sizes["hidden_size"] = matrices[EMBEDDING].shape
-    for option, part in (
-        ("qkv_tokens", "attention.query"),
-        ("output_tokens", "attention.proj"),
-        ("ffn_tokens", "mlp"),
-    ):
-        name = next((n for n in matrices if n.endswith(f".{part}.key_param_tokens")), None)
-        if name is not None:
-            sizes[option] = matrices[name].shape[0]
-    if len(sizes) < 6 or sizes["num_hidden_layers"] < 1:
+    """The model's sizes, by our names, from the first tensor that tells each."""
+    numbers = [int(match[1]) for name in stored if (match := LAYER.match(name))]
+    # One beyond the count of tensors is no layer's, and would only have us list names for ever.
+    layers = max((n for n in numbers if n <= len(stored)), default=0) - FIRST_LAYER + 1
+    if layers < 1:
         raise ConversionError(
             f"this is not a released TokenFormer: its keys are {shown(stored)}; they should be "
             f"{EMBEDDING}, sequential.2.attention.query.key_param_tokens, ..."
         )
-    return sizes
+    matrices = {name: tensor for name, tensor in stored.items() if tensor.ndim == 2}
+    telling = {
+        "vocab_size": EMBEDDING,
+        "qkv_tokens": ".attention.query.key_param_tokens",
+        "output_tokens": ".attention.proj.key_param_tokens",
+        "ffn_tokens": ".mlp.key_param_tokens",
+    }
+    sizes = {"num_hidden_layers": layers}
+    for option, ending in telling.items():
+        found = next((t for name, t in matrices.items() if name.endswith(ending)), None)
+        if found is None:
+            wanted = [name for name in released_names(layers).values() if name.endswith(ending)]
+            raise ConversionError(f"missing, or no matrices, are {shown(wanted)}")
+        sizes[option] = found.shape[0]
+    return {**sizes, "hidden_size": matrices[EMBEDDING].shape[1]}
 
 
 def expected_shapes(sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
@@ -145,16 +149,15 @@ def compare(shapes: dict[str, tuple[int, ...]], stored: Mapping[str, Tensor]) ->
     if misshaped:
         problems.append(f"of the wrong shape are {shown(misshaped)}")
     dtype = stored[EMBEDDING].dtype
-    other = [f"{name} {t.dtype}" for name, t in stored.items() if t.dtype != dtype]
     if not dtype.is_floating_point:
-        other = [f"{EMBEDDING} {dtype}"]
-    if other:
+        problems.append(f"{EMBEDDING} is {dtype}, not floating point")
+    elif other := [f"{name} {t.dtype}" for name, t in stored.items() if t.dtype != dtype]:
         problems.append(f"of another type than the embedding's {dtype} are {shown(other)}")
     if problems:
         raise ConversionError("; ".join(problems))
 
 
-def shown(names: Any) -> str:
+def shown(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return ", ".join(names[:MOST_NAMES]) + more

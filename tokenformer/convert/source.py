@@ -9,6 +9,7 @@ the `model_type` of a Hugging Face folder: `tokenformer`, `gpt2`, `llama`, ...
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from tokenformer.convert.errors import ConversionError
@@ -18,6 +19,7 @@ from tokenformer.train.manifest import MANIFEST
 RELEASED, CHECKPOINT, TOKENFORMER = "released", "checkpoint", "tokenformer"
 WEIGHTS, INDEX, CONFIG = "pytorch_model.bin", "pytorch_model.bin.index.json", "config.json"
 DEEPSPEED = ("mp_rank_*_model_states.pt", "layer_*_states.pt", "zero_pp_rank_*.pt")
+JOINED = (WEIGHTS, INDEX, "model.safetensors", "model.safetensors.index.json")
 FILE_ENDINGS = (".bin", ".pt", ".pth", ".safetensors")
 
 
@@ -88,11 +90,12 @@ def refuse_deepspeed(path: Path) -> None:
         parts = pieces(path / tag) if Path(tag).name == tag else []
         whole, tagged = path, ""
     else:
-        whole, tagged = path.resolve().parent, f" --tag {path.resolve().name}"
-    if parts and not any((path / name).exists() for name in (WEIGHTS, INDEX)):
+        whole, tagged = path.resolve().parent, f" --tag {quote(path.resolve().name)}"
+    if parts and not any((path / name).exists() for name in JOINED):
         raise ConversionError(
             f"{path} is an unconsolidated DeepSpeed checkpoint ({parts[0].name}, ...); join it by "
-            f"`python -m deepspeed.utils.zero_to_fp32 {whole} JOINED{tagged}` and convert JOINED"
+            f"`python -m deepspeed.utils.zero_to_fp32 {quote(str(whole))} JOINED{tagged}` and "
+            f"convert JOINED"
         )
 
 

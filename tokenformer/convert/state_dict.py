@@ -82,7 +82,11 @@ def check_flat(path: Path, found: Any) -> None:
     if not isinstance(found, dict) or not found:
         kind = "nothing" if isinstance(found, dict) else f"a {type(found).__name__}"
         raise ConversionError(f"{path} holds {kind}, not a state dict of tensors by name")
-    strange = [key for key, value in found.items() if not isinstance(value, Tensor)]
+    strange = [
+        key
+        for key, value in found.items()
+        if not isinstance(key, str) or not isinstance(value, Tensor)
+    ]
     if strange:
         shown = ", ".join(f"{key} ({type(found[key]).__name__})" for key in strange[:5])
         raise ConversionError(

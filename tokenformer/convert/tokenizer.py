@@ -63,7 +63,7 @@ def load(name: str) -> Any:
     if tokenizer.eos_token is None:  # a bare tokenizer.json does not say
         known = tokenizer.get_vocab()
         end = next((symbol for symbol in END_OF_TEXT_SYMBOLS if symbol in known), None)
-        tokenizer.eos_token = tokenizer.bos_token = end
+        tokenizer.eos_token, tokenizer.bos_token = end, tokenizer.bos_token or end
     return tokenizer
 
 
