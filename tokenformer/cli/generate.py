@@ -170,6 +170,7 @@ def go_on(
             ids,
             attention_mask=ids.new_ones(ids.shape),
             max_new_tokens=tokens if left is None else min(tokens, left),
+            num_beams=1,  # a stream has no second thoughts
             streamer=speaker,
             pad_token_id=tokenizer.eos_token_id if padding is None else padding,
             **chosen,

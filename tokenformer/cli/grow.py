@@ -101,7 +101,7 @@ def grow_model(
             report = grow_run(model, out, to, seed, state, {**of_tokens, **of_widths})
             show(report, out, json)
             return
-        family = type(AutoConfig.from_pretrained(model))
+        family = type(AutoConfig.from_pretrained(model, trust_remote_code=False))
         if family not in families:
             raise InputError(f"{model} holds a model of another kind, {family.model_type}")
         grow, options, others = families[family]

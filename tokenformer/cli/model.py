@@ -9,7 +9,7 @@ from tokenformer.cli.errors import InputError
 def load_model(name: str) -> tuple[Any, Any]:
     """Any Hugging Face causal language model, in eval mode on the best device, and its tokenizer.
 
-    No code that a folder may bring is run.
+    No code that a folder may bring is run; left out, `trust_remote_code` asks on the terminal.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -26,8 +26,9 @@ def load_model(name: str) -> tuple[Any, Any]:
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(name).to(device()).eval()
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False)
+        model = model.to(device()).eval()
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(f"{name} cannot be loaded: {lines[0]}") from None
@@ -45,7 +46,7 @@ def load_tokenformer(folder: Path) -> Any:
 
     if not (folder / "config.json").exists():
         raise InputError(f"{folder} is not a model folder: it has no config.json")
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if not isinstance(config, tokenformer.TokenformerConfig):
         raise InputError(f"{folder} is a {config.model_type} model, not a TokenFormer")
     return tokenformer.TokenformerForCausalLM.from_pretrained(folder).eval()

@@ -33,7 +33,9 @@ class Materials:
             raise ValueError("data.corpus is missing; name a folder made by `tokenformer prepare`")
         self.recipe = recipe
         self.corpus = Corpus(recipe.data.corpus)
-        self.tokenizer = AutoTokenizer.from_pretrained(self.corpus.tokenizer)
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            self.corpus.tokenizer, trust_remote_code=False
+        )
         self.train, self.held_out = self.corpus.split("train"), self.corpus.split("validation")
 
     def first_model(self) -> Any:
