@@ -224,9 +224,10 @@ def test_bad_input_is_one_line(options, named, parrot, capsys):
     assert named in captured.err
 
 
-def test_without_the_extra_one_line_says_what_to_install(parrot):
+@pytest.mark.parametrize("package", ["uvicorn", "fastapi", "openai"])
+def test_without_the_extra_one_line_says_what_to_install(parrot, package):
     code = (
-        "import sys\nsys.modules['uvicorn'] = None  # as if it were not installed\n"
+        f"import sys\nsys.modules['{package}'] = None  # as if it were not installed\n"
         f"from tokenformer.cli import main\nmain(['serve', {str(parrot)!r}, '--port', '0'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

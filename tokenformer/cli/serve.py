@@ -36,13 +36,14 @@ def serve(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that is ours before the model is loaded, which may take long."""
+    """A socket that is ours before the model is loaded, which may take long; clients wait."""
     if not 0 <= port < 2**16:
         raise InputError(f"--port {port} must be from 0 to 65535")
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen()
     except OSError as error:
         listener.close()
         raise InputError(f"--host {host} --port {port}: {error.strerror}") from None
@@ -51,6 +52,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def run(listener: socket.socket, model: str, name: str, context: int | None) -> None:
     try:
+        import openai  # noqa: F401  # without it transformers' server is half defined
         import uvicorn
 
         from tokenformer.cli.server import build_app
@@ -78,7 +80,6 @@ def run(listener: socket.socket, model: str, name: str, context: int | None) -> 
     # When uvicorn has ended at either signal, it raises it again, for whoever waits for it.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
-        listener.listen(128)
         sys.stdout.write(f"Serving {name} at {address(listener)}/v1; Ctrl-C ends it\n")
         sys.stdout.flush()
         server.run(sockets=[listener])
