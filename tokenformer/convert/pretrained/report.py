@@ -48,6 +48,14 @@ class Comparison:
         )
 
 
+@dataclass(frozen=True)
+class Distilled:
+    """After so many steps of training towards the source."""
+
+    steps: int
+    comparison: Comparison
+
+
 def perplexity(loss: float) -> str:
     return f"{math.exp(min(loss, 700)):,.4f}"
 
@@ -63,8 +71,9 @@ class ConversionReport:
     measured_on: str
     """`data` or, where there is none, `random tokens`."""
     comparison: Comparison
-    distilled: dict[str, Any] | None = None
-    """Steps of distillation, and the comparison after them."""
+    distilled: Distilled | None = None
+    tokenizer: str | None = None
+    """Where it came from."""
 
     @property
     def max_error(self) -> float:
@@ -93,6 +102,10 @@ class ConversionReport:
             )
             lines.append("  ".join([first, *others]).rstrip())
         lines.append(str(self.comparison))
+        if self.distilled is not None:
+            lines.append(f"distilled for {self.distilled.steps} steps, {self.distilled.comparison}")
+        if self.tokenizer is not None:
+            lines.append(f"tokenizer from {self.tokenizer}")
         return "\n".join(lines)
 
 

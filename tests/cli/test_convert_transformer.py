@@ -1,0 +1,140 @@
+"""`tokenformer convert` of pretrained Transformers: folders in, TokenFormer folders out."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import tokenformer
+from tokenformer.cli import main
+from tokenformer.cli.convert import CONVERSIONS, PRETRAINED
+from tokenformer.data.byte_tokenizer import END_OF_TEXT, VOCAB_SIZE, byte_tokenizer
+
+SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "bos_token_id": END_OF_TEXT,
+    "eos_token_id": END_OF_TEXT,
+}
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    """Sources with a tokenizer, a text, and what is no source."""
+    folder = tmp_path_factory.mktemp("shelf")
+    torch.manual_seed(0)
+    sources = {
+        "gpt2": transformers.GPT2LMHeadModel(transformers.GPT2Config(**SHAPE)),
+        "llama": transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**SHAPE, intermediate_size=24, num_key_value_heads=2)
+        ),
+        "twin": tokenformer.TransformerForCausalLM(tokenformer.TransformerConfig(**SHAPE)),
+        "opt": transformers.OPTForCausalLM(
+            transformers.OPTConfig(
+                vocab_size=61, hidden_size=32, num_hidden_layers=1, ffn_dim=32,
+                num_attention_heads=4, word_embed_proj_dim=32,
+            )
+        ),
+    }  # fmt: skip
+    with torch.no_grad():
+        for model in sources.values():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    sources["gpt2"].generation_config.max_new_tokens = 7
+    for name, model in sources.items():
+        model.save_pretrained(folder / name)
+        byte_tokenizer().save_pretrained(folder / name)
+    (folder / "text.txt").write_text(Path(__file__).read_text())
+    (folder / "short.txt").write_text("too short")
+    return folder
+
+
+@pytest.fixture
+def home(shelf, tmp_path, monkeypatch):
+    for path in shelf.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(words):
+    main(words.split())
+
+
+def test_a_folder_becomes_one_of_ours_with_tokenizer_generation_and_report(home, capsys):
+    run("convert gpt2 --out ours --data text.txt")
+    told = capsys.readouterr().out
+    assert told.startswith("gpt2: ")
+    assert "model.layers.*.attention.o" in told
+    assert told.endswith("Kept in ours\n")
+    model = transformers.AutoModelForCausalLM.from_pretrained("ours").eval()
+    source = transformers.AutoModelForCausalLM.from_pretrained("gpt2").eval()
+    assert isinstance(model, tokenformer.TokenformerForCausalLM)
+    tokenizer = transformers.AutoTokenizer.from_pretrained("ours")
+    ids = tokenizer("def main(", return_tensors="pt").input_ids
+    with torch.no_grad():
+        found, wanted = (m(ids).logits for m in (model, source))
+    assert (found - wanted).norm() < 0.05 * wanted.norm()
+    assert model.generation_config.max_new_tokens == 7
+    report = json.loads(Path("ours/conversion.json").read_text())
+    assert report["measured_on"] == "text"
+    assert report["comparison"]["divergence"] < 0.01
+
+
+def test_distillation_brings_it_closer_and_json_says_so(home, capsys):
+    """Every step is a real one of the loop; a Llama is what needs them."""
+    run("convert llama --out ours --distill text.txt --steps 30 --linear shift --json")
+    report = json.loads(capsys.readouterr().out)
+    before, after = report["comparison"], report["distilled"]["comparison"]
+    assert report["distilled"]["steps"] == 30
+    assert after["divergence"] < before["divergence"]
+    assert after["source_loss"] == before["source_loss"]
+    assert math.isfinite(report["max_error"])
+    assert {entry["kind"] for entry in report["maps"]} == {"shift", "fitted"}
+
+
+def test_prepared_text_serves_and_our_own_twin_is_a_source(home, capsys):
+    (home / "texts").mkdir()
+    lines = (home / "text.txt").read_text().splitlines()
+    for place in range(20):
+        (home / "texts" / f"{place}.txt").write_text("\n".join(lines[place::20]))
+    run("prepare texts --out shards --validation 0.2")
+    run("convert twin --out ours --data shards")
+    assert "tokenformer_transformer: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("llama --out new", "--data is missing: RMS norms and gated networks are fitted on text"),
+        ("gpt2 --out new --data short.txt", "--data short.txt is too short"),
+        ("gpt2 --out new --data absent.txt", "--data absent.txt: it cannot be read"),
+        ("gpt2 --out new --data gpt2", "--data gpt2: gpt2 holds no prepared corpus"),
+        ("gpt2 --out new --steps 5", "--steps 5 is for --distill DATA"),
+        ("gpt2 --out new --distill text.txt --steps 0", "--steps 0 must be at least 1"),
+        ("gpt2 --out new --linear thirds", "linear='thirds' is unknown; choose one of pair, shift"),
+        ("gpt2 --out new --weights last", "--weights last is not for a source of kind gpt2"),
+        ("opt --out new", "kind opt; what can be converted is released, "),
+    ],
+)
+def test_refusals_are_one_line_and_leave_nothing(home, capsys, arguments, told):
+    with pytest.raises(SystemExit) as stopped:
+        run(f"convert {arguments}")
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+    assert not list(home.glob("*new*"))
+
+
+def test_the_command_knows_every_architecture_that_the_converter_knows():
+    from tokenformer.convert.pretrained.architectures import FRAMES
+
+    known = {kind for (kind, _), entry in CONVERSIONS.items() if entry is PRETRAINED}
+    assert known == set(FRAMES)

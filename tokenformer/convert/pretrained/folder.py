@@ -1,0 +1,93 @@
+"""A pretrained Transformer's folder to one of ours: model, tokenizer, generation and report."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tokenformer.convert.errors import ConversionError
+from tokenformer.convert.pretrained.comparison import compare
+from tokenformer.convert.pretrained.distillation import distil
+from tokenformer.convert.pretrained.report import REPORT, ConversionReport, Distilled
+from tokenformer.convert.pretrained.text import Text, read_text
+from tokenformer.convert.pretrained.transformer import from_transformer
+from tokenformer.convert.source import Source
+from tokenformer.convert.tokenizer import find_tokenizer
+from tokenformer.train.distribution import device
+
+STEPS = 200
+
+
+def convert_transformer(
+    source: Source,
+    out: Path,
+    data: Path | None = None,
+    distill: Path | None = None,
+    steps: int | None = None,
+    linear: str = "pair",
+    tokenizer: str | None = None,
+    on_progress: Callable[[str], None] = lambda line: None,
+) -> ConversionReport:
+    """`data` is text to fit and measure on, `distill` text to train on towards the source, by
+    default the same; `steps` of that training."""
+    if steps is not None and distill is None:
+        raise ConversionError(f"--steps {steps} is for --distill DATA")
+    if steps is not None and steps < 1:
+        raise ConversionError(f"--steps {steps} must be at least 1")
+    original = load(source.path)
+    found = find_tokenizer(tokenizer, source.folder, original.config.vocab_size)
+    encoder = None if found is None else found.tokenizer
+    texts = {
+        option: None if path is None else read_text(option, path, encoder, original.config)
+        for option, path in {"--data": data, "--distill": distill}.items()
+    }
+    text = texts["--data"] or texts["--distill"]
+    layers = original.config.num_hidden_layers
+    try:
+        model, report = from_transformer(
+            original,
+            None if text is None else text.batches(),
+            held_out=None if text is None else text.held_out_batches(),
+            linear=linear,
+            on_layer=lambda done: on_progress(f"{done} of {layers} layers"),
+        )
+    except ValueError as error:
+        line = str(error).replace("batches is missing", "--data is missing")
+        raise ConversionError(line) from None
+    if (lesson := texts["--distill"]) is not None:
+        report.distilled = distilled(model, original, lesson, steps or STEPS, on_progress)
+    model.generation_config = original.generation_config
+    model.save_pretrained(out)
+    if found is not None:
+        found.tokenizer.save_pretrained(out)
+    report.tokenizer = None if found is None else found.origin
+    report.save(out / REPORT)
+    return report
+
+
+def load(folder: Path) -> Any:
+    """From safetensors alone, and without any code that a folder may bring."""
+    from transformers import AutoModelForCausalLM
+
+    import tokenformer  # noqa: F401  # so that the Auto classes know our twin
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="auto", use_safetensors=True, trust_remote_code=False
+    )
+    return model.to(device()).eval()
+
+
+def distilled(
+    model: Any, source: Any, text: Text, steps: int, on_progress: Callable[[str], None]
+) -> Distilled:
+    distil(
+        model,
+        source,
+        text.tokens,
+        text.held_out,
+        steps=steps,
+        length=text.length,
+        on_step=lambda row: on_progress(
+            f"distilling: step {row['step']} of {steps}, divergence {row['loss']:.2e} nats"
+        ),
+    )
+    return Distilled(steps, compare(source, model, text.held_out_batches()))
