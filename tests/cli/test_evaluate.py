@@ -40,8 +40,13 @@ def answer(capsys, *arguments):
     return capsys.readouterr().out
 
 
+def perplexity(capsys, folder, data, *arguments):
+    found = answer(capsys, "evaluate", folder, "--perplexity", data, *arguments, "--json")
+    return json.loads(found)["perplexity"]
+
+
 def test_a_file_and_its_prepared_split_give_the_same_bits(folder, text_file, tmp_path, capsys):
-    found = json.loads(answer(capsys, "evaluate", folder, "--perplexity", text_file, "--json"))
+    found = perplexity(capsys, folder, text_file)
     assert found["tokens"] == found["bytes"] == len(TEXT.encode())
     assert found["words"] == len(TEXT.split())
     assert (found["length"], found["stride"]) == (48, 24)
@@ -51,21 +56,20 @@ def test_a_file_and_its_prepared_split_give_the_same_bits(folder, text_file, tmp
     (tmp_path / "texts" / "validation.txt").write_text(TEXT)
     main(["prepare", str(tmp_path / "texts"), "--out", str(out)])
     capsys.readouterr()
-    split = json.loads(answer(capsys, "evaluate", folder, "--perplexity", out, "--json"))
+    split = perplexity(capsys, folder, out)
     assert split["split"] == "validation"
     assert split["tokens"] == found["tokens"] + 1  # the document's end
     # The same windows but for that one more token, so the sums agree up to what it costs.
     assert 0 < split["nats"] - found["nats"] < 40
-    cut = ["evaluate", folder, "--perplexity", text_file, "--limit", 10, "--json"]
-    limited = json.loads(answer(capsys, *cut))
+    limited = perplexity(capsys, folder, text_file, "--limit", 10)
     assert limited["tokens"] == limited["bytes"] == 10
 
 
 def test_bits_per_byte_equal_a_direct_computation(folder, text_file, capsys):
     from transformers import AutoModelForCausalLM
 
-    arguments = ["--length", 24, "--stride", 24, "--limit", 24, "--json"]
-    found = json.loads(answer(capsys, "evaluate", folder, "--perplexity", text_file, *arguments))
+    arguments = ["--length", 24, "--stride", 24, "--limit", 24]
+    found = perplexity(capsys, folder, text_file, *arguments)
     ids = torch.tensor([[END_OF_TEXT, *TEXT.encode()[:24]]])
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(folder)(input_ids=ids[:, :-1]).logits
@@ -85,7 +89,8 @@ def test_printed_for_people(folder, text_file, capsys):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["evaluate", "MODEL"], "give --perplexity"),
+        (["evaluate", "MODEL"], "give --tasks NAMES or --perplexity"),
+        (["evaluate", "MODEL", "--tasks", "piqa", "--length", "8"], "8 is for --perplexity"),
         (["evaluate", "MODEL", "--perplexity", "absent"], "absent does not exist"),
         (["evaluate", "MODEL", "--perplexity", "FILE", "--split", "test"], "--split test"),
         (["evaluate", "MODEL", "--perplexity", "FILE", "--length", "8", "--stride", "9"], "9"),

@@ -7,14 +7,8 @@ import pytest
 import torch
 
 from tokenformer.data.byte_tokenizer import byte_tokenizer
-from tokenformer.evaluate.perplexity import (
-    DECODED_AT_ONCE,
-    Perplexity,
-    Text,
-    count_words,
-    measure_perplexity,
-    windows,
-)
+from tokenformer.evaluate.perplexity import Perplexity, measure_perplexity, windows
+from tokenformer.evaluate.text import DECODED_AT_ONCE, Text, count_words
 
 START = 60
 

@@ -1,9 +1,11 @@
 """`tokenformer evaluate`: what a model is worth, in numbers that compare."""
 
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,13 +15,19 @@ from tokenformer.cli.errors import InputError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tokenformer.evaluate.perplexity import Text
-
+ALL_SIX = "paper"
 SECONDS_BETWEEN_LINES = 10.0
+
+Finding = tuple[dict[str, Any], str]
+"""What one measurement found: for programs, and for people."""
+Show = Callable[[str, int, int], None]
+"""Called with what is counted, how many are done, and of how many."""
 
 
 def evaluate(
     model: str,
+    tasks: str | None = None,
+    data: Path | None = None,
     perplexity: Path | None = None,
     split: str | None = None,
     length: int | None = None,
@@ -28,119 +36,166 @@ def evaluate(
     limit: int | None = None,
     json: bool = False,
 ) -> None:
-    """Measure a model: perplexity and bits per byte on text it has not seen.
+    """Measure a model: benchmarks beside the paper's figures, perplexity and bits per byte.
 
     Args:
         model: A folder or hub name of a causal language model, ours or any other.
-        perplexity: What to measure on: a folder made by `tokenformer prepare`, or a text file.
+        tasks: Tasks of lm-evaluation-harness with commas between, or paper for the six of the
+            paper's table. A run that was broken off goes on when it is started again.
+        data: A folder of jsonl files to read the six tasks from, instead of the hub.
+        perplexity: Text to measure perplexity on: a folder made by `tokenformer prepare`, or a
+            text file.
         split: The split of a prepared corpus; by default test, where it has one, or validation.
         length: Tokens in a window; by default as many as the model was made for.
         stride: Tokens from one window to the next; by default half the length.
-        batch_size: Windows at a time; by default what fits.
-        limit: Measure on so many tokens at the beginning.
+        batch_size: Windows or requests at a time; by default what fits.
+        limit: Measure on so many items of each task, or tokens of the text, at the beginning.
         json: Print one JSON document.
     """
-    if perplexity is None:
-        raise InputError("nothing to measure; give --perplexity DATA")
-    options = {"length": length, "stride": stride, "batch_size": batch_size, "limit": limit}
-    for name, value in options.items():
+    if tasks is None and perplexity is None:
+        raise InputError("nothing to measure; give --tasks NAMES or --perplexity DATA")
+    sizes = {"length": length, "stride": stride, "batch_size": batch_size, "limit": limit}
+    for name, value in sizes.items():
         if value is not None and value < 1:
             raise InputError(f"--{name} {value} must be at least 1")
-    if not perplexity.exists():
-        raise InputError(f"--perplexity {perplexity} does not exist")
+    for owner, given, options in (
+        ("--tasks", tasks, {"data": data}),
+        ("--perplexity", perplexity, {"split": split, "length": length, "stride": stride}),
+    ):
+        for name, option in options.items():
+            if given is None and option is not None:
+                raise InputError(f"--{name} {option} is for {owner}")
+    for name, path in (("data", data), ("perplexity", perplexity)):
+        if path is not None and not path.exists():
+            raise InputError(f"--{name} {path} does not exist")
+    names = None if tasks is None else task_names(tasks)
 
     from rich.console import Console
 
     from tokenformer.cli.model import load_model
     from tokenformer.data.errors import DataError
-    from tokenformer.evaluate.perplexity import measure_perplexity
 
-    loaded, tokenizer = load_model(model)
+    # Bound to its stream: while lm-eval works, what it prints is kept from ours.
+    console = Console(file=sys.stderr if json else sys.stdout, highlight=False, soft_wrap=True)
+    found: dict[str, Finding] = {}
     try:
-        text, split = read(perplexity, split, limit, tokenizer, loaded.config.vocab_size)
+        loaded_tasks = None if names is None else load_named_tasks(names, data)
+        loaded, tokenizer = load_model(model)
+        if perplexity is not None:
+            found["perplexity"] = measure_text(
+                loaded, tokenizer, perplexity, split, length, stride, batch_size, limit, console
+            )
+        if loaded_tasks is not None:
+            found["tasks"] = measure_tasks(
+                loaded, tokenizer, loaded_tasks, batch_size, limit, console
+            )
     except DataError as error:
         raise InputError(str(error)) from None
-    length = length or default_length(loaded.config)
+    if json:
+        report = {"model": model, **{name: facts for name, (facts, _) in found.items()}}
+        sys.stdout.write(dumps(report, indent=2) + "\n")
+    else:
+        console.print("\n\n".join(text for _, text in found.values()), markup=False)
+
+
+def task_names(tasks: str) -> list[str]:
+    """The names in a list with commas, each once."""
+    from tokenformer.evaluate.benchmarks import BENCHMARKS
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise InputError(f"--tasks is empty; give {','.join(BENCHMARKS)} or others of lm-eval")
+    every = [each for name in names for each in (BENCHMARKS if name == ALL_SIX else [name])]
+    return list(dict.fromkeys(every))
+
+
+def load_named_tasks(names: list[str], data: Path | None) -> dict[str, Any]:
+    from tokenformer.data.errors import DataError
+
+    if importlib.util.find_spec("lm_eval") is None:
+        raise InputError('--tasks needs lm-evaluation-harness: pip install "tokenformer[eval]"')
+
+    from tokenformer.evaluate.tasks import load_tasks
+
+    try:
+        return load_tasks(names, data)
+    except DataError as error:
+        hint = "; --data DIR reads files of yours" if "from the hub" in str(error) else ""
+        raise InputError(f"--tasks: {error}{hint}") from None
+
+
+def measure_tasks(
+    model: Any,
+    tokenizer: Any,
+    tasks: dict[str, Any],
+    batch_size: int | None,
+    limit: int | None,
+    console: "Console",
+) -> Finding:
+    from tokenformer.evaluate.answers import answers_folder
+    from tokenformer.evaluate.scorer import Scorer
+    from tokenformer.evaluate.scores import Scores
+    from tokenformer.evaluate.tasks import score_task
+
+    folder = answers_folder()
+    try:
+        scorer = Scorer(model, tokenizer, folder, batch_size=batch_size)
+    except OSError as error:
+        raise InputError(
+            f"{folder}, for answers until the run ends, cannot be used: {error.strerror}; "
+            "XDG_CACHE_HOME names another place"
+        ) from None
+    if scorer.answers.known:
+        console.print(f"Going on with {len(scorer.answers.known)} answered batches.")
+    scores = []
+    with progress(console) as show:
+        for name, task in tasks.items():
+            scorer.on_requests = partial(show, f"requests of {name}")
+            scores += score_task(task, scorer, limit)
+    scorer.answers.finish()
+    result = Scores(model.num_parameters(), scores, scorer.too_long)
+    return {**result.asdict(), "limit": limit}, str(result)
+
+
+def measure_text(
+    model: Any,
+    tokenizer: Any,
+    path: Path,
+    split: str | None,
+    length: int | None,
+    stride: int | None,
+    batch_size: int | None,
+    limit: int | None,
+    console: "Console",
+) -> Finding:
+    from tokenformer.evaluate.perplexity import measure_perplexity
+    from tokenformer.evaluate.text import read_text
+
+    text, split = read_text(path, split, limit, tokenizer, model.config.vocab_size)
+    length = length or default_length(model.config)
     stride = stride or max(1, length // 2)
     if stride > length:
         raise InputError(f"--stride {stride} must not be above --length {length}")
-    console = Console(highlight=False, stderr=json, soft_wrap=True)
-    with progress(console, len(text.tokens)) as show:
+    with progress(console) as show:
         found = measure_perplexity(
-            loaded,
+            model,
             text,
             start=start_token(tokenizer),
             length=length,
             stride=stride,
             batch_size=batch_size,
-            on_tokens=show,
+            on_tokens=lambda done: show("tokens", done, len(text.tokens)),
         )
-    report = {
-        "model": model,
-        "data": str(perplexity),
-        "split": split,
-        "length": length,
-        "stride": stride,
-        **found.asdict(),
-    }
-    if json:
-        sys.stdout.write(dumps(report, indent=2) + "\n")
-        return
-    where = f"{perplexity}, {split}" if split else str(perplexity)
-    console.print(
+    where = f"{path}, {split}" if split else str(path)
+    told = (
         f"{where}: {found.tokens:,} tokens, {found.words:,} words, {found.bytes:,} bytes, windows "
         f"of {length} every {stride}\n"
         f"bits per byte     {found.bits_per_byte:.4f}\n"
         f"token perplexity  {found.token_perplexity:,.3f}\n"
-        f"word perplexity   {found.word_perplexity:,.1f}",
-        markup=False,
+        f"word perplexity   {found.word_perplexity:,.1f}"
     )
-
-
-def read(
-    path: Path, split: str | None, limit: int | None, tokenizer: Any, vocab_size: int
-) -> "tuple[Text, str | None]":
-    """The ids of a prepared split or of a text file, and the split's name."""
-    from tokenformer.data.corpus import Corpus
-    from tokenformer.evaluate.perplexity import Text, count_words
-
-    if not path.is_dir():
-        return read_file(path, split, limit, tokenizer), None
-    corpus = Corpus(path)
-    if corpus.vocab_size > vocab_size:
-        raise InputError(
-            f"--perplexity {path} has a vocabulary of {corpus.vocab_size}, the model one of "
-            f"{vocab_size}; prepare the text with the model's tokenizer"
-        )
-    split = split or ("test" if "test" in corpus.splits else "validation")
-    whole = corpus.split(split)
-    tokens = whole[: min(limit or len(whole), len(whole))]
-    size = whole.bytes
-    if len(tokens) < len(whole):
-        size = len(tokenizer.decode(tokens.tolist(), skip_special_tokens=True).encode())
-    return Text(tokens, size, count_words(tokens, tokenizer)), split
-
-
-def read_file(path: Path, split: str | None, limit: int | None, tokenizer: Any) -> "Text":
-    import numpy as np
-
-    from tokenformer.evaluate.perplexity import Text
-
-    if split is not None:
-        raise InputError(f"--split {split} is for a prepared corpus; {path} is a file")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise InputError(f"--perplexity {path} is not UTF-8 text") from None
-    except OSError as error:
-        raise InputError(f"--perplexity {path} cannot be read: {error.strerror}") from None
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    if not ids:
-        raise InputError(f"--perplexity {path} is empty")
-    if limit is not None and limit < len(ids):
-        ids = ids[:limit]
-        text = tokenizer.decode(ids)
-    return Text(np.array(ids), len(text.encode()), len(text.split()))
+    source = {"data": str(path), "split": split, "length": length, "stride": stride}
+    return {**source, **found.asdict()}, told
 
 
 def default_length(config: Any) -> int:
@@ -156,22 +211,33 @@ def start_token(tokenizer: Any) -> int:
 
 
 @contextmanager
-def progress(console: "Console", total: int) -> Iterator[Callable[[int], None]]:
+def progress(console: "Console") -> Iterator[Show]:
     """A bar on a terminal; elsewhere a line every ten seconds."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     if not console.is_terminal:
         printed = time.monotonic()
 
-        def show_line(tokens: int) -> None:
+        def show_line(what: str, done: int, total: int) -> None:
             nonlocal printed
             if time.monotonic() - printed >= SECONDS_BETWEEN_LINES:
                 printed = time.monotonic()
-                console.print(f"{tokens / total:.0%} of {total:,} tokens")
+                console.print(f"{done / total:.0%} of {total:,} {what}")
 
         yield show_line
         return
-    columns = (BarColumn(bar_width=None), TextColumn("{task.percentage:.0f} %"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("scoring", total=total)
-        yield lambda tokens: bar.update(task, completed=tokens)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.percentage:.0f} %"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def show_bar(what: str, done: int, total: int) -> None:
+            if bar.tasks[0].description != what:
+                bar.reset(task, description=what, total=total)
+            bar.update(task, completed=done)
+
+        yield show_bar

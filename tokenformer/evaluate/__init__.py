@@ -1,1 +1,1 @@
-"""Evaluation: perplexity on prepared shards or raw text."""
+"""Evaluation: perplexity of any text, the standard benchmarks, the paper's figures beside them."""

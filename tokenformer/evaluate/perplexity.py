@@ -17,20 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenformer.data.token_ids import TokenIds, TokenSequence
-
-LOGIT_BYTES = 1 << 28
-TOKENS_AT_ONCE = 1 << 13
-"""What is held at once, by which the batch size is chosen: more tokens than these gain nothing."""
-DECODED_AT_ONCE = 1 << 20
-
-
-@dataclass(frozen=True)
-class Text:
-    """A text as ids, and what its perplexity is counted in."""
-
-    tokens: TokenSequence
-    bytes: int
-    words: int
+from tokenformer.evaluate.capacity import tokens_at_once
+from tokenformer.evaluate.text import Text
 
 
 @dataclass(frozen=True)
@@ -53,9 +41,11 @@ class Perplexity:
     def bits_per_byte(self) -> float:
         return self.nats / math.log(2) / self.bytes
 
-    def asdict(self) -> dict[str, float]:
+    def asdict(self) -> dict[str, float | None]:
+        """As JSON holds it, which has no infinity: None stands for that."""
         names = ("token_perplexity", "word_perplexity", "bits_per_byte")
-        return asdict(self) | {name: getattr(self, name) for name in names}
+        facts = asdict(self) | {name: getattr(self, name) for name in names}
+        return {name: fact if math.isfinite(fact) else None for name, fact in facts.items()}
 
 
 def perplexity_of(nats: float, parts: int) -> float:
@@ -87,8 +77,7 @@ def measure_perplexity(
     if len(text.tokens) == 0:
         raise ValueError("the text is empty")
     if batch_size is None:
-        held = min(TOKENS_AT_ONCE, LOGIT_BYTES // (4 * model.config.vocab_size))
-        batch_size = max(1, held // length)
+        batch_size = max(1, tokens_at_once(model) // length)
     device, was_training = model.device, model.training
     model.eval()
     nats, scored = 0.0, 0
@@ -130,15 +119,3 @@ def windows(
         before = tokens[first - 1 : first] if first else np.array([start])
         yield np.concatenate([before, tokens[first:end]]).astype(np.int64), end - scored
         scored = end
-
-
-def count_words(tokens: TokenSequence, tokenizer: Any) -> int:
-    """Words between white space, of text that is decoded a part at a time."""
-    words, inside = 0, False
-    for place in range(0, len(tokens), DECODED_AT_ONCE):
-        ids = tokens[place : place + DECODED_AT_ONCE].tolist()
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        if text:
-            words += len(text.split()) - (inside and not text[0].isspace())
-            inside = not text[-1].isspace()
-    return words

@@ -1,0 +1,228 @@
+"""Benchmarks through lm-eval against the same computed by hand from the same real files."""
+
+import math
+
+import pytest
+import torch
+
+from tests.evaluate.prompts import items
+from tokenformer.data.byte_tokenizer import END_OF_TEXT, byte_tokenizer
+from tokenformer.data.errors import DataError
+from tokenformer.evaluate.benchmarks import BENCHMARKS
+from tokenformer.evaluate.scorer import Scorer
+from tokenformer.evaluate.tasks import load_tasks, score_task
+
+pytestmark = pytest.mark.usefixtures("no_network")
+
+
+@pytest.fixture(scope="module")
+def data(real_data, tmp_path_factory):
+    """The first 40 lines of each file, which load at once."""
+    folder = tmp_path_factory.mktemp("eval")
+    for path in real_data("eval").iterdir():
+        lines = path.read_text().splitlines(keepends=True)[:40]
+        (folder / path.name).write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tasks(data):
+    return load_tasks(list(BENCHMARKS), data)
+
+
+@pytest.fixture
+def neox_tokenizer(real_data):
+    from transformers import PreTrainedTokenizerFast
+
+    file = str(real_data("tokenizer/20B_tokenizer.json"))
+    return PreTrainedTokenizerFast(tokenizer_file=file, eos_token="<|endoftext|>")
+
+
+def scores(task, scorer, limit):
+    return {score.metric: score for score in score_task(task, scorer, limit)}
+
+
+def log_likelihood(model, context, continuation):
+    """Of bytes after bytes, and whether each is the likeliest; one request by itself."""
+    ids = [*context.encode(), *continuation.encode()][-(model.config.max_position_embeddings + 1) :]
+    count = len(continuation.encode())
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids[:-1]])).logits[0, -count:].double()
+    targets = torch.tensor(ids[-count:])
+    each = logits.log_softmax(-1).gather(1, targets[:, None])
+    return each.sum().item(), bool((logits.argmax(-1) == targets).all())
+
+
+@pytest.mark.parametrize("task", BENCHMARKS)
+def test_a_model_scores_what_is_computed_by_hand(task, tasks, data, byte_model, tmp_path):
+    limit, accuracy = 4, BENCHMARKS[task].metric
+    by_hand = items(task, data, limit)
+    answers = [[log_likelihood(byte_model, *pair) for pair in item.requests] for item in by_hand]
+    scorer = Scorer(byte_model, byte_tokenizer(), tmp_path)
+    found = scores(tasks[task], scorer, limit)
+    # What lm-eval asked and heard: the requests word for word, and each log-likelihood.
+    (instances,) = [each.instances for each in tasks[task]["tasks"].values()]
+    assert [i.args for i in instances] == [pair for item in by_hand for pair in item.requests]
+    flat = [answer for item in answers for answer in item]
+    for instance, (expected, greedy) in zip(instances, flat, strict=True):
+        logprob, is_greedy = instance.resps[-1]
+        assert logprob == pytest.approx(expected, rel=1e-5)
+        assert is_greedy == greedy
+    # And what was made of them.
+    if task == "lambada_openai":
+        mean = sum(logprob for ((logprob, _),) in answers) / limit
+        assert found["perplexity"].value == pytest.approx(math.exp(-mean), rel=1e-4)
+        right = [greedy for ((_, greedy),) in answers]
+    else:
+        right = []
+        for item, item_answers in zip(by_hand, answers, strict=True):
+            norms = [len(c) if accuracy == "acc_norm" else 1 for c in item.choices]
+            values = [lp / norm for (lp, _), norm in zip(item_answers, norms, strict=True)]
+            right.append(values.index(max(values)) == item.gold)
+    assert found[accuracy].value == pytest.approx(100 * sum(right) / limit)
+    assert found[accuracy].items == limit
+    p = sum(right) / limit
+    expected_error = 100 * math.sqrt(p * (1 - p) / (limit - 1))
+    assert found[accuracy].stderr == pytest.approx(expected_error)
+
+
+def uniform(make_config, vocab_size):
+    """A TokenFormer whose embedding, and so its tied output head, is zero."""
+    import tokenformer
+
+    shape = {"hidden_size": 8, "num_attention_heads": 1, "max_position_embeddings": 2048}
+    config = make_config("tokenformer", vocab_size=vocab_size, **shape)
+    model = tokenformer.TokenformerForCausalLM(config).eval()
+    with torch.no_grad():
+        model.get_input_embeddings().weight.zero_()
+    return model
+
+
+def fewest_tokens_score(task, data, limit, encode, vocab_size):
+    """Percent right of whoever takes the choice with the fewest tokens (by the character where
+    the benchmark divides by length), the first of equals."""
+    each = -torch.log(torch.tensor(float(vocab_size)))
+    right = []
+    for item in items(task, data, limit):
+        values = []
+        for (context, continuation), choice in zip(item.requests, item.choices, strict=True):
+            spaces = len(context) - len(context.rstrip())  # they belong to the continuation
+            count = len(encode(context + continuation)) - len(encode(context[: -spaces or None]))
+            norm = len(choice) if BENCHMARKS[task].metric == "acc_norm" else 1
+            values.append(each.repeat(count).sum().item() / norm)
+        right.append(values.index(max(values)) == item.gold)
+    return 100 * sum(right) / len(right)
+
+
+def check_uniform(task, tasks, data, model, tokenizer, limit, folder):
+    found = scores(tasks[task], Scorer(model, tokenizer, folder), limit)
+    size = model.config.vocab_size
+    if task == "lambada_openai":
+        assert found["acc"].value == 0
+        pairs = [item.requests[0] for item in items(task, data, limit)]
+        encode = tokenizer.encode
+        counts = [len(encode(a + b)) - len(encode(a)) for a, b in pairs]
+        expected = size ** (sum(counts) / len(counts))
+        assert found["perplexity"].value == pytest.approx(expected, rel=1e-4)
+    else:
+        expected = fewest_tokens_score(task, data, limit, tokenizer.encode, size)
+        assert found[BENCHMARKS[task].metric].value == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("task", BENCHMARKS)
+def test_uniform_logits_take_the_choice_with_the_fewest_tokens(
+    task, tasks, data, make_config, tmp_path
+):
+    model = uniform(make_config, 257)
+    check_uniform(task, tasks, data, model, byte_tokenizer(), 25, tmp_path)
+
+
+def test_uniform_logits_over_the_vocabulary_of_the_paper(
+    tasks, data, make_config, neox_tokenizer, tmp_path
+):
+    model = uniform(make_config, 50304)
+    for task in ("arc_easy", "winogrande"):
+        check_uniform(task, tasks, data, model, neox_tokenizer, 12, tmp_path / task)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", BENCHMARKS)
+def test_uniform_logits_on_hundreds_of_items(
+    task, real_data, make_config, neox_tokenizer, tmp_path
+):
+    whole = real_data("eval")
+    model = uniform(make_config, 50304)
+    check_uniform(task, load_tasks([task], whole), whole, model, neox_tokenizer, 300, tmp_path)
+
+
+def test_contexts_that_lose_their_beginning_are_counted(tasks, data, make_model, tmp_path):
+    model = make_model("tokenformer", vocab_size=257, max_position_embeddings=100)
+    scorer = Scorer(model, byte_tokenizer(), tmp_path)
+    score_task(tasks["winogrande"], scorer, 10)
+    requests = [pair for item in items("winogrande", data, 10) for pair in item.requests]
+    assert scorer.too_long == sum(len((c + a).encode()) > 101 for c, a in requests) > 0
+
+
+@pytest.mark.parametrize("context", ["", "Q", "Question: " * 9], ids=len)
+def test_an_answer_longer_than_the_model_reads_is_scored_in_windows(context, make_model, tmp_path):
+    from lm_eval.api.instance import Instance
+
+    model = make_model("tokenformer", vocab_size=257, max_position_embeddings=32)
+    answer = " An answer of some length, which goes on and on and on, and then ends."
+    scorer = Scorer(model, byte_tokenizer(), tmp_path)
+    request = Instance(request_type="loglikelihood", doc={}, arguments=(context, answer), idx=0)
+    short = Instance(request_type="loglikelihood", doc={}, arguments=("Q", " a"), idx=1)
+    (found, greedy), (beside, _) = scorer.loglikelihood([request, short])
+    ids = [*context.encode(), *answer.encode()]
+    ids = ids if context else [END_OF_TEXT, *ids]
+    expected, spaces = 0.0, len(context) - len(context.rstrip())  # they belong to the answer
+    for place in range(len(ids) - len(answer) - spaces, len(ids)):
+        # Targets 1 .. 32 have the first window; then 16 at a time end a window of 32.
+        end = 32 if place <= 32 else min(len(ids) - 1, 32 + 16 * -(-(place - 32) // 16))
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids[end - 32 : place]])).logits[0, -1]
+        expected += logits.log_softmax(0)[ids[place]].item()
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert not greedy
+    assert beside == pytest.approx(log_likelihood(model, "Q", " a")[0], rel=1e-5)
+    assert scorer.too_long == 1
+
+
+def test_batches_change_nothing_that_matters(tasks, byte_model, tmp_path):
+    """All at once, two at a time, and in halves after memory has run out."""
+    whole = Scorer(byte_model, byte_tokenizer(), tmp_path / "whole")
+    pairs = Scorer(byte_model, byte_tokenizer(), tmp_path / "pairs", batch_size=2)
+    halves = Scorer(byte_model, byte_tokenizer(), tmp_path / "halves")
+    ask, sizes = halves.lm.loglikelihood, []
+
+    def small_memory(batch, disable_tqdm):
+        sizes.append(len(batch))
+        if len(batch) > 5:
+            raise torch.OutOfMemoryError
+        return ask(batch, disable_tqdm=disable_tqdm)
+
+    halves.lm.loglikelihood = small_memory
+    found = [score_task(tasks["arc_easy"], scorer, 5) for scorer in (whole, pairs, halves)]
+    assert found[0] == found[1] == found[2]
+    assert sorted(sizes) == [5, 5, 5, 5, 10, 10, 20]
+    heard = []
+    pairs.on_requests = lambda done, of: heard.append((done, of))
+    score_task(tasks["arc_easy"], pairs, 5)
+    assert heard == [(done, 20) for done in range(2, 21, 2)]
+
+
+def test_tasks_of_lm_eval_beyond_the_six_keep_off_files_of_ours(data):
+    with pytest.raises(DataError, match="sciq cannot be read from local files, only lambada_op"):
+        load_tasks(["sciq"], data)
+
+
+def test_end_of_text_stands_before_an_empty_context(byte_model, tmp_path):
+    from lm_eval.api.instance import Instance
+
+    scorer = Scorer(byte_model, byte_tokenizer(), tmp_path)
+    ask = Instance(request_type="loglikelihood", doc={}, arguments=("", "abc"), idx=0)
+    ((found, _),) = scorer.loglikelihood([ask])
+    with torch.no_grad():
+        logits = byte_model(input_ids=torch.tensor([[END_OF_TEXT, *b"ab"]])).logits[0]
+    expected = logits.log_softmax(-1)[range(3), list(b"abc")].sum().item()
+    assert found == pytest.approx(expected, rel=1e-5)
