@@ -162,6 +162,15 @@ def test_in_fp32_it_generates_what_the_source_generates(make_source):
     assert torch.equal(source.generate(prompt, **options), model.generate(prompt, **options))
 
 
+@pytest.mark.parametrize("linear", ["pair", "shift"])
+def test_heads_that_share_their_values_are_exact_in_fp32(make_source, linear):
+    """Each of them has the constant channel."""
+    source = make_source("transformer", num_key_value_heads=1)
+    spare_a_channel(source, "transformer")
+    _, report = from_transformer(source.float(), linear=linear)
+    assert report.max_error < 1e-4
+
+
 def test_half_precision_sources_become_fp32(make_source):
     source = make_source("gpt_neox").half()
     model, _ = from_transformer(source)
@@ -185,7 +194,8 @@ def test_sizes_are_told_as_they_are(make_source):
     for linear, per_channel in {"pair": 2, "shift": 1}.items():
         model, report = from_transformer(source, linear=linear)
         config = model.config
-        assert config.q_tokens == config.output_tokens == per_channel * 32 + 2
+        assert config.q_tokens == per_channel * 32 + 2
+        assert config.output_tokens == per_channel * (32 - 2) + 2  # without the constant channels
         assert config.k_tokens == config.v_tokens == per_channel * 16 + 2
         assert config.ffn_tokens == 4 * 32 + 2
         assert report.parameters_before == sum(p.numel() for p in source.parameters())

@@ -32,6 +32,8 @@ BALLAST = 100.0
 """Score of the token that holds the norm, in units of the largest norm the others can have."""
 LINEAR_FROM = 6.0
 """gelu(z) is z above it, to nine digits."""
+STILL = 1e-6
+"""A channel that moves by less of the most is one that moves by so much."""
 RIDGE = 1e-6
 """Least variance of a direction, as a share of the mean."""
 RMS_LEVEL = 2.0
@@ -133,21 +135,23 @@ def linear_tokens(
 def linear_rows(site: Site, linear: Affine, form: str) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values and a constant that make a linear map, through as few channels as it can go
     through: those of its input or those of its output."""
+    if form not in FORMS:
+        raise ValueError(f"linear={form!r} is unknown; choose one of {', '.join(FORMS)}")
     out, size = linear.weight.shape
     if out < size:
         rows, columns, bias = linear.weight, torch.eye(out).to(linear.weight), linear.bias
         largest = rows.norm(dim=1) * site.radius + bias.abs()  # [channels]
         constant = torch.zeros_like(bias)
     else:
-        rows, columns = torch.eye(size).to(linear.weight), linear.weight.T
-        largest, constant, bias = site.reach, linear.bias, rows.new_zeros(size)
+        moving = site.reach > 0
+        rows, columns = torch.eye(size).to(linear.weight)[moving], linear.weight.T[moving]
+        largest, constant, bias = site.reach[moving], linear.bias, rows.new_zeros(len(rows))
     if form == "pair":
         keys = torch.cat([site.keys(rows, bias), site.keys(-rows, -bias)])
         return keys, torch.cat([columns, -columns]), constant
-    if form != "shift":
-        raise ValueError(f"linear={form!r} is unknown; choose one of {', '.join(FORMS)}")
-    # As small as lets the largest score of a channel be three times LINEAR_FROM, the least be it.
-    gain = LINEAR_FROM / largest.clamp_min(torch.finfo(largest.dtype).eps)
+    # So that the scores of a channel are from LINEAR_FROM to three times that; a channel that is
+    # all but still is moved no more than others are.
+    gain = LINEAR_FROM / largest.clamp_min(STILL * largest.max())
     keys = site.keys(rows * gain[:, None], bias * gain + 2 * LINEAR_FROM)
     values = columns / gain[:, None]
     return keys, values, constant - 2 * LINEAR_FROM * values.sum(0)
@@ -163,9 +167,9 @@ def sealed(
     rest = keys - constants[:, None] * site.probe
     constants = constants * site.level
     # The squared norm of these scores: at most, and if y went all ways alike.
-    largest = 2 * (
-        torch.linalg.eigvalsh(rest.T @ rest)[-1] * site.radius**2 + constants.square().sum()
-    )
+    longest = torch.linalg.eigvalsh(rest.T @ rest)[-1] * site.radius**2
+    widest = (rest.abs() @ site.reach).square().sum()
+    largest = 2 * (torch.minimum(longest, widest) + constants.square().sum())
     mean = rest.square().sum() * site.radius**2 / rest.shape[1] + constants.square().sum()
     held = ballast * largest.sqrt().item()
     return TokenSet(
