@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tokenformer.models.registration import register_when_imported
 
 if TYPE_CHECKING:
+    from tokenformer.convert.pretrained.transformer import from_transformer
     from tokenformer.growth.grow import grow
     from tokenformer.growth.merge import merge
     from tokenformer.growth.optimizer_state import grow_optimizer
@@ -47,6 +48,7 @@ _HOMES = {
     "TransformerConfig": "tokenformer.models.configuration",
     "TransformerModel": "tokenformer.models.language",
     "TransformerForCausalLM": "tokenformer.models.language",
+    "from_transformer": "tokenformer.convert.pretrained.transformer",
     "grow": "tokenformer.growth.grow",
     "grow_optimizer": "tokenformer.growth.optimizer_state",
     "prune": "tokenformer.growth.prune",
@@ -65,6 +67,7 @@ __all__ = [
     "TransformerConfig",
     "TransformerForCausalLM",
     "TransformerModel",
+    "from_transformer",
     "grow",
     "grow_optimizer",
     "merge",

@@ -96,7 +96,7 @@ def test_distillation_brings_it_closer_and_json_says_so(home, capsys):
     assert after["divergence"] < before["divergence"]
     assert after["source_loss"] == before["source_loss"]
     assert math.isfinite(report["max_error"])
-    assert {entry["kind"] for entry in report["maps"]} == {"shift", "fitted"}
+    assert {entry["form"] for entry in report["maps"]} == {"shift", "fitted"}
 
 
 def test_prepared_text_serves_and_our_own_twin_is_a_source(home, capsys):

@@ -80,7 +80,7 @@ def test_rms_norms_and_gates_are_approached(make_source, batches, kind, options,
     source = make_source(kind, **options)
     model, report = from_transformer(source, batches, linear=linear)
     assert 0 < report.max_error < 0.15
-    assert {part.kind for part in report.maps} == {linear, "fitted"}
+    assert {part.form for part in report.maps} == {linear, "fitted"}
     tokens = torch.cat(batches)[:, :-1]
     wanted = logits(source, tokens)
     others = model, make_source(kind, **options)

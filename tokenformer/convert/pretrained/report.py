@@ -16,7 +16,7 @@ class ConvertedMap:
     """One Pattention layer and the map it stands for."""
 
     name: str
-    kind: str
+    form: str
     """How its tokens were made: pair, shift, own rows or fitted."""
     tokens: int
     scale: float
@@ -121,7 +121,7 @@ def cells(kind: str, parts: list[ConvertedMap]) -> tuple[str, ...]:
     first, errors = parts[0], [part.error for part in parts]
     return (
         kind if len(parts) > 1 else first.name,
-        first.kind,
+        first.form,
         f"{first.tokens:,}",
         f"{first.parameters_before:,} -> {first.parameters_after:,}",
         f"{sum(errors) / len(errors):.1e}",

@@ -67,14 +67,15 @@ class Inputs:
     def sample(self) -> Tensor:
         return torch.cat(self.kept)  # [R, d]
 
-    def observer(self, prepare: Callable[[Tensor], Tensor]) -> Callable[[Tensor], None]:
-        """Moments are of what `prepare` makes of the rows; the sample is of the rows."""
+    def observer(self, prepare: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], None]:
+        """The sample is of the rows, moments of what `prepare` makes of them, if anything."""
 
         def add(x: Tensor) -> None:
             rows = x.flatten(0, -2).cpu()
             places = torch.linspace(0, len(rows) - 1, min(self.share, len(rows))).long()
             self.kept.append(rows[places])
-            self.moments.add(prepare(rows.double()))
+            if prepare is not None:
+                self.moments.add(prepare(rows.double()))
 
         return add
 
@@ -96,10 +97,11 @@ def layer_inputs(
     rows = max(1, min(MOST_ROWS, HELD_BYTES // (12 * layers * size)))
     share = max(1, rows // max(1, len(batches)))
     found = [LayerInputs(*(Inputs(share) for _ in range(3))) for _ in range(layers)]
+    normed = norm if norm.kind == "rms_norm" else None  # a layer norm's site is known without data
     observers = {}
     for index, layer in enumerate(found):
-        observers[frame.name(index, frame.attention_norm)] = layer.attention.observer(norm)
-        observers[frame.name(index, frame.ffn_norm)] = layer.ffn.observer(norm)
+        observers[frame.name(index, frame.attention_norm)] = layer.attention.observer(normed)
+        observers[frame.name(index, frame.ffn_norm)] = layer.ffn.observer(normed)
         observers[frame.name(index, frame.output)] = layer.output.observer(lambda rows: rows)
     observe(source, batches, observers)
     return found

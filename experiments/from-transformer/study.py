@@ -1,0 +1,181 @@
+"""How good a start a pretrained Transformer is for a TokenFormer, beside random weights.
+
+    python experiments/from-transformer/study.py --out runs/from-transformer
+
+Claim: converted, a Transformer with layer norms loses nothing to speak of before any training, and
+a Llama little; both train on from there. A GPT-NeoX, a GPT-2 and a Llama of transformers, four
+layers of width 128, learn the bytes of Python's standard library for `--steps` steps. Each is
+converted, and its TokenFormer, as well as one of the same size with random weights, is then trained
+for `--more` steps: towards the source's predictions (distilled) or on the text (trained on).
+Everything is measured on files that none has seen. Half an hour on a free core; sources that are
+there already are used again. The result is a table and a row of JSON per model (results.jsonl).
+"""
+
+import argparse
+import copy
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+import tokenformer
+from tokenformer.convert.pretrained.comparison import compare
+from tokenformer.convert.pretrained.distillation import distil
+from tokenformer.convert.pretrained.transformer import from_transformer
+from tokenformer.data.batches import fixed_batches
+from tokenformer.data.byte_tokenizer import END_OF_TEXT, VOCAB_SIZE
+from tokenformer.data.standard_library import standard_library
+from tokenformer.train.loop import Loop, train
+from tokenformer.train.options import OptimizerOptions, RunOptions, ScheduleOptions
+from tokenformer.train.task import LanguageTask
+
+LENGTH = 128
+RATE, FURTHER_RATE = 2e-3, 3e-4
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": LENGTH,
+    "bos_token_id": END_OF_TEXT,
+    "eos_token_id": END_OF_TEXT,
+}
+KINDS = ("gpt_neox", "gpt2", "llama")
+
+
+def new_source(kind: str) -> Any:
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**SHAPE, **dropout))
+    if kind == "gpt_neox":
+        config = transformers.GPTNeoXConfig(**SHAPE, intermediate_size=512)
+        return transformers.GPTNeoXForCausalLM(config)
+    own = {"intermediate_size": 352, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, **own))
+
+
+class AnyLoss(nn.Module):
+    """The loss of any model of transformers: [B, T + 1] token ids -> its sum."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.model(input_ids=tokens[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+
+
+@dataclass
+class AnyTask(LanguageTask):
+    def __post_init__(self) -> None:
+        self.module = AnyLoss(self.model)
+        self.tokens_per_sample = self.length
+        self.flops_per_sample = 6 * self.model.num_parameters() * self.length
+
+
+class Study:
+    def __init__(self, out: Path, steps: int, more: int) -> None:
+        self.out, self.steps, self.more = out, steps, more
+        self.train_tokens, self.held_out = standard_library()
+        self.batches = fixed_batches(self.train_tokens, batch_size=8, length=LENGTH, count=16)
+        self.measured = fixed_batches(self.held_out, batch_size=8, length=LENGTH, count=32)
+        self.results: list[dict[str, Any]] = []
+
+    def learn(self, model: Any, steps: int, rate: float, batch_size: int) -> None:
+        loop = Loop(
+            AnyTask(model, self.train_tokens, self.held_out, length=LENGTH),
+            OptimizerOptions(learning_rate=rate),
+            ScheduleOptions(warmup_steps=min(50, steps // 10)),
+            RunOptions(steps=steps, batch_size=batch_size, validate_every=steps),
+        )
+        train(loop, lambda row: None)
+
+    def source(self, kind: str) -> Any:
+        folder = self.out / kind
+        if not (folder / "config.json").exists():
+            model = new_source(kind)
+            self.learn(model, self.steps, RATE, batch_size=16)
+            model.save_pretrained(folder)
+        return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+    def tell(self, kind: str, name: str, source: Any, model: Any, **more: Any) -> None:
+        found = compare(source, model, self.measured)
+        row = {"kind": kind, "name": name, "parameters": model.num_parameters(), **asdict(found)}
+        self.results.append(row | more)
+        print(
+            f"{kind:9} {name:32} {row['parameters']:>9,} parameters  "
+            f"{found.loss / math.log(2):.4f} bits a byte  divergence {found.divergence:.2e}  "
+            f"agreement {found.agreement:.2%}",
+            flush=True,
+        )
+
+    def further(self, kind: str, name: str, source: Any, model: Any, rate: float) -> None:
+        """The same start twice: towards the source, and on the text."""
+        pupil = copy.deepcopy(model)
+        distil(
+            pupil,
+            source,
+            self.train_tokens,
+            self.held_out,
+            steps=self.more,
+            length=LENGTH,
+            learning_rate=rate,
+        )
+        self.tell(kind, f"{name}, distilled", source, pupil)
+        self.learn(model, self.more, rate, batch_size=8)
+        self.tell(kind, f"{name}, trained on", source, model)
+
+    def run(self, kind: str) -> None:
+        source = self.source(kind)
+        self.tell(kind, "source", source, source)
+        for linear in ("pair", "shift"):
+            if kind != "llama":
+                model, report = from_transformer(source, linear=linear)
+                self.tell(kind, f"{linear}, without data", source, model)
+            model, report = from_transformer(source, self.batches, linear=linear)
+            errors = {part.name: part.error for part in report.maps}
+            self.tell(kind, linear, source, model, errors=errors)
+            blank = random_model(model.config)
+            self.further(kind, linear, source, model, FURTHER_RATE)
+        self.tell(kind, "random", source, blank)
+        self.further(kind, "random", source, blank, RATE)
+        further = copy.deepcopy(source)
+        self.learn(further, self.more, FURTHER_RATE, batch_size=8)
+        self.tell(kind, "source, trained on", source, further)
+
+
+def random_model(config: Any) -> Any:
+    """As many tokens, in the model as it is usually made: norms without bias, scales as counts."""
+    torch.manual_seed(0)
+    tokens = ("q_tokens", "k_tokens", "v_tokens", "output_tokens", "ffn_tokens")
+    kept = ("num_key_value_heads", "positions", "tie_word_embeddings")
+    options = {name: getattr(config, name) for name in (*tokens, *kept, *SHAPE)}
+    return tokenformer.TokenformerForCausalLM(tokenformer.TokenformerConfig(**options))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/from-transformer"))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--steps", type=int, default=1000, help="of the sources")
+    parser.add_argument("--more", type=int, default=100, help="of what follows")
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    options.out.mkdir(parents=True, exist_ok=True)
+    study = Study(options.out, options.steps, options.more)
+    for kind in options.kinds:
+        study.run(kind)
+        text = "".join(json.dumps(row) + "\n" for row in study.results)
+        (options.out / "results.jsonl").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
