@@ -37,6 +37,13 @@ def test_a_line_cut_short_is_dropped_and_written_anew(kept, tmp_path):
     assert [json.loads(line)[0] for line in path.read_text().splitlines()] == ["a", "b"]
 
 
+def test_a_spoiled_line_is_passed_over(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    Answers(path).add("a", FIRST)
+    path.write_bytes(b'\0\0\n["b", [[-1.\n' + path.read_bytes())
+    assert Answers(path).known == {"a": FIRST}
+
+
 def test_a_key_is_of_a_whole_batch_in_its_order():
     one, other = ["context", " answer", [1, 2]], ["context", " else", [1, 3]]
     keys = [batch_key(batch) for batch in ([one], [other], [one, other], [other, one])]

@@ -226,3 +226,39 @@ def test_end_of_text_stands_before_an_empty_context(byte_model, tmp_path):
         logits = byte_model(input_ids=torch.tensor([[END_OF_TEXT, *b"ab"]])).logits[0]
     expected = logits.log_softmax(-1)[range(3), list(b"abc")].sum().item()
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_whole_documents_and_generated_text(byte_model, tmp_path):
+    """The other kinds of request that tasks of lm-eval make."""
+    from lm_eval.api.instance import Instance
+
+    scorer = Scorer(byte_model, byte_tokenizer(), tmp_path)
+    text = "A document, scored from its beginning."
+    rolling = Instance(request_type="loglikelihood_rolling", doc={}, arguments=(text,), idx=0)
+    ids = torch.tensor([[END_OF_TEXT, *text.encode()]])
+    with torch.no_grad():
+        logits = byte_model(input_ids=ids[:, :-1]).logits[0]
+    expected = logits.log_softmax(-1)[range(len(text)), ids[0, 1:]].sum().item()
+    assert scorer.loglikelihood_rolling([rolling]) == [pytest.approx(expected, rel=1e-5)]
+
+    until = {"until": ["\n\n"], "max_gen_toks": 8, "do_sample": False}
+    ask = Instance(request_type="generate_until", doc={}, arguments=("Q:", until), idx=0)
+    (found,) = scorer.generate_until([ask])
+    prompt = byte_tokenizer()("Q:", return_tensors="pt")["input_ids"]
+    whole = byte_model.generate(prompt, max_new_tokens=8, do_sample=False)[0, 2:]
+    assert found == byte_tokenizer().decode(whole, skip_special_tokens=True).partition("\n\n")[0]
+
+
+def test_a_hub_that_is_out_of_reach_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    with pytest.raises(DataError) as error:
+        load_tasks(["winogrande"])
+    assert str(error.value).startswith("winogrande cannot be loaded: ")
+    assert str(error.value).endswith("; --data DIR reads local files")
+
+
+@pytest.mark.slow
+def test_a_name_that_lm_eval_does_not_know_is_told_with_those_near():
+    with pytest.raises(DataError, match="piqq is not a task of lm-eval; near are piqa"):
+        load_tasks(["hellaswag", "piqq"])

@@ -110,18 +110,16 @@ def task_names(tasks: str) -> list[str]:
 
 
 def load_named_tasks(names: list[str], data: Path | None) -> dict[str, Any]:
-    from tokenformer.data.errors import DataError
-
     if importlib.util.find_spec("lm_eval") is None:
         raise InputError('--tasks needs lm-evaluation-harness: pip install "tokenformer[eval]"')
 
+    from tokenformer.data.errors import DataError
     from tokenformer.evaluate.tasks import load_tasks
 
     try:
         return load_tasks(names, data)
     except DataError as error:
-        hint = "; --data DIR reads files of yours" if "from the hub" in str(error) else ""
-        raise InputError(f"--tasks: {error}{hint}") from None
+        raise InputError(f"--tasks {','.join(names)}: {error}") from None
 
 
 def measure_tasks(

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -47,15 +48,20 @@ class Answers:
 
 
 def read_whole_lines(path: Path) -> dict[str, list[Answer]]:
-    """The batches in a file; a last line that was cut short is cut off."""
+    """The batches in a file. A last line that was cut short is cut off, one that another process or
+    a crash of the machine has spoiled is passed over."""
     if not path.exists():
         return {}
     content = path.read_bytes()
     end = content.rfind(b"\n") + 1
     if end < len(content):
         os.truncate(path, end)
-    batches = (json.loads(line) for line in content[:end].splitlines())
-    return {key: [(logprob, greedy) for logprob, greedy in found] for key, found in batches}
+    batches = {}
+    for line in content[:end].splitlines():
+        with suppress(ValueError):
+            key, answers = json.loads(line)
+            batches[key] = [(logprob, greedy) for logprob, greedy in answers]
+    return batches
 
 
 def batch_key(requests: Sequence[Any]) -> str:

@@ -18,4 +18,5 @@ def tokens_at_once(model: Any) -> int:
     if model.device.type == "cuda":
         properties = torch.cuda.get_device_properties(model.device)
         most, memory = GPU_TOKENS_AT_ONCE, properties.total_memory // GPU_SHARE
-    return max(1, min(most, memory // (4 * model.config.vocab_size)))
+    vocab_size = model.config.get_text_config().vocab_size
+    return max(1, min(most, memory // (4 * vocab_size)))

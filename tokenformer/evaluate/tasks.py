@@ -35,16 +35,18 @@ def load_tasks(names: Sequence[str], data: Path | None = None) -> Tasks:
     import lm_eval.tasks
 
     definitions = Path(lm_eval.tasks.__file__).parent
-    with TemporaryDirectory(prefix="tokenformer-") as folder:
+    with TemporaryDirectory(prefix="tokenformer-") as folder, quiet():
         if data is not None:
             files = [write_local_task(name, data, definitions, Path(folder)) for name in names]
-            return {name: load(str(file)) for name, file in zip(names, files, strict=True)}
-    known = {name: str(definitions / BENCHMARKS[name].definition) for name in BENCHMARKS}
-    manager = None
-    if not known.keys() >= set(names):
-        manager = lm_eval.tasks.TaskManager()  # reads all 14,000 definitions: seconds
-        check_names(names, manager.all_tasks)
-    return {name: load(known.get(name, name), manager) for name in names}
+            specs = {name: str(file) for name, file in zip(names, files, strict=True)}
+        else:
+            specs = {name: str(definitions / b.definition) for name, b in BENCHMARKS.items()}
+        # Only tasks beyond the six need the index of all 14,000 definitions, which takes seconds.
+        every = data is None and not specs.keys() >= set(names)
+        manager = lm_eval.tasks.TaskManager(include_defaults=every)
+        if every:
+            check_names(names, manager.all_tasks)
+        return {name: load(name, specs.get(name, name), manager) for name in names}
 
 
 def check_names(names: Sequence[str], known: Sequence[str]) -> None:
@@ -55,20 +57,20 @@ def check_names(names: Sequence[str], known: Sequence[str]) -> None:
             raise DataError(f"{name} is not a task of lm-eval{hint}")
 
 
-def load(task: str, manager: Any = None) -> Any:
-    """A task or group by its name, which the manager knows, or by its file."""
-    from lm_eval.tasks import TaskManager
-
+def load(name: str, spec: str, manager: Any) -> Any:
+    """A task or group; `spec` is its file, or its name where the manager knows it."""
     try:
-        with quiet():
-            loaded = (manager or TaskManager(include_defaults=False)).load([task])
-    except OSError as error:
+        loaded = manager.load([spec])
+    except (OSError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{Path(task).stem} cannot be read from the hub: {reason}") from None
-    for each in loaded["tasks"].values():
-        if each.get_config("num_fewshot") is None:
-            each.set_config("num_fewshot", 0)
-        each.set_fewshot_seed(FEWSHOT_SEED)
+        hint = "; --data DIR reads local files" if isinstance(error, ConnectionError) else ""
+        raise DataError(f"{name} cannot be loaded: {reason}{hint}") from None
+    for task in loaded["tasks"].values():
+        if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+            raise DataError(f"{name} would run code from the model, or needs more than text")
+        if task.get_config("num_fewshot") is None:
+            task.set_config("num_fewshot", 0)
+        task.set_fewshot_seed(FEWSHOT_SEED)
     return loaded
 
 
@@ -76,13 +78,8 @@ def score_task(task: Any, scorer: Scorer, limit: int | None = None) -> list[Scor
     """Every metric of a loaded task, or of a group and its tasks, on all items or the first."""
     from lm_eval import evaluate
 
-    try:
-        with quiet():
-            found = evaluate(
-                scorer, task, limit=limit, bootstrap_iters=RESAMPLES, log_samples=False
-            )
-    except ValueError as error:
-        raise DataError(" ".join(str(error).split())) from None
+    with quiet():
+        found = evaluate(scorer, task, limit=limit, bootstrap_iters=RESAMPLES, log_samples=False)
     return [
         score
         for name, metrics in found["results"].items()
