@@ -12,6 +12,7 @@ import torch
 from tests.train.conftest import MODEL, SECTIONS
 from tests.train.test_run import close, finish, losses, two_ranks
 from tokenformer.cli import main
+from tokenformer.models.language import TokenformerForCausalLM
 from tokenformer.train import checkpoint
 from tokenformer.train.options import GrowthOptions, Recipe, ScheduleOptions, StageOptions
 from tokenformer.train.recipe import Materials
@@ -164,6 +165,27 @@ def test_an_annealed_scale_ends_at_the_number_of_tokens(corpus, tmp_path):
     assert exported["scale_tokens"] is None  # each is its number of tokens
     state = checkpoint.read_state(max((tmp_path / "run" / "checkpoints").iterdir()))
     assert state["config"]["scale_tokens"] is None
+
+
+def test_what_is_saved_while_the_scale_moves_has_the_scale_it_had(corpus, tmp_path):
+    grow = GrowthOptions(sizes=SIZES, scale="anneal", anneal_steps=4)
+    stages = [StageOptions(steps=2), StageOptions(steps=6, grow=grow)]
+    run = make_run(corpus, tmp_path / "run", *stages, checkpoint_every=3)
+
+    def interrupt(row: dict[str, float]) -> None:
+        if row["step"] == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.go(interrupt)
+    exported = TokenformerForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert exported.model.layers[0].ffn.scale_tokens == 146.0  # a quarter of the way
+    state = checkpoint.read_state(tmp_path / "run" / "checkpoints" / "step-00000003")
+    assert state["config"]["scale_tokens"]["ffn"][0] == 146.0
+    scales = []
+    run = make_run(corpus, tmp_path / "run", *stages, checkpoint_every=3)
+    run.go(lambda row: scales.append(float(run.loop.task.model.model.layers[0].ffn.scale_tokens)))
+    assert scales == [164.0, 182.0, 200.0, 200.0, 200.0]
 
 
 def test_plan_and_shortened():

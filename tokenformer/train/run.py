@@ -134,7 +134,7 @@ class Run:
         self.stage = self.stages[min(before.index + over, len(self.stages) - 1)]
         if self.stage is before:
             loop = make_loop(before, blank(state["config"]), self.materials)
-            self.anneal = self.annealed(loop)
+            self.anneal = self.annealed(loop, state.get("scales_began"))
             extra = {} if loop.average is None else loop.average.stored()
             model, optimizer = loop.task.model, loop.optimizer
             checkpoint.load(path, model=model, optimizer=optimizer, extra=extra, hashes=False)
@@ -167,25 +167,26 @@ class Run:
             )
         return int(state["stage"])
 
-    def annealed(self, loop: Loop) -> ScaleAnneal | None:
+    def annealed(self, loop: Loop, start: Any = None) -> ScaleAnneal | None:
         grow = self.stage.grow
         if grow is None or grow.scale != "anneal":
             return None
-        anneal = ScaleAnneal(loop.task.model, grow.anneal_steps)
+        anneal = ScaleAnneal(loop.task.model, grow.anneal_steps, start)
         loop.before_step.append(anneal)
         return anneal
 
     def save(self, saver: AsyncSaver) -> None:
         saver.wait()
         self.prune()
-        if self.anneal is not None and self.stage_is_over:
-            self.anneal.settle()
+        if self.anneal is not None:
+            self.anneal.settle() if self.stage_is_over else self.anneal.note()
         progress = self.loop.progress
         model, optimizer = self.loop.task.model, self.loop.optimizer
         state = {
             "step": progress.step,
             "stage": self.stage.index,
             "config": model.config.to_dict(),
+            "scales_began": None if self.anneal is None else self.anneal.start,
             "progress": asdict(progress),
             "best": self.best,
             "recent": list(self.loop.watch.recent),

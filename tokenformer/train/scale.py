@@ -4,7 +4,8 @@ anneal = ScaleAnneal(grown, steps=150)
 for step in range(1, 301):
     anneal(step)
     ...                      # train
-anneal.settle()              # the scales reached become the model's own
+    anneal.note()            # before saving: the scales reached go into the configuration
+anneal.settle()              # and become the model's own
 """
 
 from typing import Any
@@ -13,18 +14,23 @@ import torch
 
 from tokenformer.growth.plan import Place, grown_config, sizes_of
 from tokenformer.growth.tokens import layers_of
+from tokenformer.models.configuration import PROJECTIONS
 
 
 class ScaleAnneal:
     """The scales are tensors while they move, so that compiled code does not compile again."""
 
-    def __init__(self, model: Any, steps: int) -> None:
+    def __init__(self, model: Any, steps: int, start: dict[str, list[float]] | None = None) -> None:
+        """`start`: where the scales began, of a model that was saved on the way."""
         self.model, self.steps = model, steps
         self.layers = dict(layers_of(model).values())
-        self.start = {place: model.config.scale(*place) for place in self.layers}
-        for layer in self.layers.values():
+        self.start = start or {
+            projection: [model.config.scale(projection, n) for n in range(len(model.model.layers))]
+            for projection in PROJECTIONS
+        }
+        for place, layer in self.layers.items():
             layer.scale_tokens = torch.tensor(
-                layer.scale_tokens, dtype=torch.float32, device=layer.key_tokens.device
+                model.config.scale(*place), dtype=torch.float32, device=layer.key_tokens.device
             )
         self.step = 0
 
@@ -36,14 +42,17 @@ class ScaleAnneal:
             layer.scale_tokens.fill_(self.scale(place))
 
     def scale(self, place: Place) -> float:
+        projection, layer = place
         done = min(1.0, self.step / self.steps)
-        end = self.model.config.tokens(*place)
-        return self.start[place] + done * (end - self.start[place])
+        start, end = self.start[projection][layer], self.model.config.tokens(*place)
+        return start + done * (end - start)
 
-    def settle(self) -> None:
+    def note(self) -> None:
         config = self.model.config
         scales = {place: self.scale(place) for place in self.layers}
-        settled = grown_config(config, sizes_of(config), scales)
-        config.scale_tokens = settled.scale_tokens
+        config.scale_tokens = grown_config(config, sizes_of(config), scales).scale_tokens
+
+    def settle(self) -> None:
+        self.note()
         for place, layer in self.layers.items():
-            layer.scale_tokens = scales[place]
+            layer.scale_tokens = self.scale(place)

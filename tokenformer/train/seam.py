@@ -87,7 +87,13 @@ def grow_saved(path: Path, out: Path, options: GrowthOptions) -> GrowthReport:
         out / "checkpoints",
         model=larger,
         optimizer=grown,
-        state={**state, "config": larger.config.to_dict(), "best": None, "recent": []},
+        state={
+            **state,
+            "config": larger.config.to_dict(),
+            "scales_began": None,
+            "best": None,
+            "recent": [],
+        },
         extra=averages,
     )
     report.save(out / REPORT)
