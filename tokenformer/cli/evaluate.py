@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 ALL_SIX = "paper"
+MEASURES = ("tasks", "perplexity")
+BELONGS_TO = {
+    "data": "tasks",
+    "split": "perplexity",
+    "length": "perplexity",
+    "stride": "perplexity",
+}
+SIZES = ("length", "stride", "batch_size", "limit")
+PATHS = ("data", "perplexity")
 SECONDS_BETWEEN_LINES = 10.0
 
 Finding = tuple[dict[str, Any], str]
@@ -52,22 +61,16 @@ def evaluate(
         limit: Measure on so many items of each task, or tokens of the text, at the beginning.
         json: Print one JSON document.
     """
-    if tasks is None and perplexity is None:
-        raise InputError("nothing to measure; give --tasks NAMES or --perplexity DATA")
-    sizes = {"length": length, "stride": stride, "batch_size": batch_size, "limit": limit}
-    for name, value in sizes.items():
-        if value is not None and value < 1:
-            raise InputError(f"--{name} {value} must be at least 1")
-    for owner, given, options in (
-        ("--tasks", tasks, {"data": data}),
-        ("--perplexity", perplexity, {"split": split, "length": length, "stride": stride}),
-    ):
-        for name, option in options.items():
-            if given is None and option is not None:
-                raise InputError(f"--{name} {option} is for {owner}")
-    for name, path in (("data", data), ("perplexity", perplexity)):
-        if path is not None and not path.exists():
-            raise InputError(f"--{name} {path} does not exist")
+    check(
+        tasks=tasks,
+        data=data,
+        perplexity=perplexity,
+        split=split,
+        length=length,
+        stride=stride,
+        batch_size=batch_size,
+        limit=limit,
+    )
     names = None if tasks is None else task_names(tasks)
 
     from rich.console import Console
@@ -96,6 +99,21 @@ def evaluate(
         sys.stdout.write(dumps(report, indent=2) + "\n")
     else:
         console.print("\n\n".join(text for _, text in found.values()), markup=False)
+
+
+def check(**given: Any) -> None:
+    """The options as they were given; None stands for one that was not."""
+    if all(given[name] is None for name in MEASURES):
+        raise InputError("nothing to measure; give --tasks NAMES or --perplexity DATA")
+    for name in SIZES:
+        if given[name] is not None and given[name] < 1:
+            raise InputError(f"--{name} {given[name]} must be at least 1")
+    for name, measure in BELONGS_TO.items():
+        if given[name] is not None and given[measure] is None:
+            raise InputError(f"--{name} {given[name]} is for --{measure}")
+    for name in PATHS:
+        if given[name] is not None and not given[name].exists():
+            raise InputError(f"--{name} {given[name]} does not exist")
 
 
 def task_names(tasks: str) -> list[str]:
