@@ -1,12 +1,13 @@
 """What happens to the loss when a TokenFormer grows, and which way of growing it ends lowest.
 
     python experiments/seam/study.py data/enwik8 --out runs/seam --workers 2
+    python experiments/seam/study.py data/enwik8 --out runs/seam --seeds 0 1 2 --only zero random
 
-A small byte-level model is trained for a while and grows to four or eight times its tokens
-(`--regime`); one factor of the growth is changed at a time. Every run is an ordinary `tokenformer
-train` in stages and goes on after an interruption; the trained small model is shared. The result is
-a table, a row of JSON per run (results.jsonl) and curves.png. `--seeds 0 1 2 --only ...` repeats
-the runs that matter.
+A small byte-level model is trained for a while and grows to four times its tokens; one factor of
+the growth is changed at a time. Every run is an ordinary `tokenformer train` in stages and goes on
+after an interruption; the trained small model is shared. Beside them stand the small model and the
+large one trained alone with the compute of a grown run. The result is a table of all runs, one of
+means over the seeds, a row of JSON per run (results.jsonl) and curves.png.
 """
 
 import argparse
@@ -14,9 +15,11 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 
@@ -35,41 +38,58 @@ def tokens(attention: int, ffn: int) -> dict[str, int]:
     return {"qkv_tokens": attention, "output_tokens": attention, "ffn_tokens": ffn}
 
 
+# 0.16M to 0.56M parameters; 2.5e12 FLOPs before growth, and 3.4e12 or 7.5e12 after it.
 REGIMES = {
-    "short": Regime(tokens(64, 256), tokens(256, 1024), 600, 300, 20),  # 0.56M to 2.13M parameters
-    "long": Regime(tokens(16, 64), tokens(128, 512), 1500, 500, 25),  # 0.16M to 1.08M parameters
+    "short": Regime(tokens(32, 128), tokens(128, 512), 900, 450, 30),
+    "long": Regime(tokens(32, 128), tokens(128, 512), 900, 980, 70),
 }
+WIDTH, LAYERS, HEADS, LENGTH, BATCH = 128, 2, 4, 128, 16
 STABLE = {"kind": "constant", "warmup_steps": 50}
 DECAYED = {"kind": "cosine", "warmup_steps": 50, "floor": 0.05}
 DECAY = {"kind": "wsd", "decay": 1.0, "warmup_steps": 0, "floor": 0.05}
 REWARMED = {"kind": "cosine", "warmup_steps": 30, "floor": 0.05}
+LAW = {"*.key_tokens": 0.5, "*.value_tokens": 0.25}
+"""Rates that fall with the number of tokens: keys by its root, values by itself."""
 
 # What each run changes of the base: zero keys, moments kept, grown before the decay.
 VARIANTS: dict[str, dict[str, Any]] = {
     "zero": {},
-    "clone": {"init": "clone"},
-    "zero_value": {"init": "zero_value"},
-    "random": {"init": "random"},
     "zero, mean": {"optimizer_state": "mean"},
     "zero, reset": {"optimizer_state": "reset"},
+    "zero, annealed scale": {"scale": "anneal", "anneal_steps": 100},
+    "zero, mean, annealed scale": {
+        "optimizer_state": "mean",
+        "scale": "anneal",
+        "anneal_steps": 100,
+    },
     "zero, current scale": {"scale": "current"},
-    "zero, annealed scale": {"scale": "anneal", "anneal_steps": 150},
     "zero, learned scale": {"scale": "learned"},
-    "zero, rate / 2": {"rate": 0.5},
-    "zero, rate / 4": {"rate": 0.25},
-    "zero, old frozen": {"old_rate": 0.0},
-    "zero, old at 1/4": {"old_rate": 0.25},
-    "zero, warm-up 50": {"warmup_steps": 50},
-    "zero, mean, rate / 2": {"optimizer_state": "mean", "rate": 0.5},
-    "clone, mean": {"init": "clone", "optimizer_state": "mean"},
+    "zero_value": {"init": "zero_value"},
     "zero_value, mean": {"init": "zero_value", "optimizer_state": "mean"},
     "zero_value, reset": {"init": "zero_value", "optimizer_state": "reset"},
+    "random": {"init": "random"},
     "random, mean": {"init": "random", "optimizer_state": "mean"},
+    "random, reset": {"init": "random", "optimizer_state": "reset"},
+    "clone": {"init": "clone"},
+    "zero_value, mean, rate / 2": {"init": "zero_value", "optimizer_state": "mean", "rate": 0.5},
+    "zero_value, mean, rate x 2": {"init": "zero_value", "optimizer_state": "mean", "rate": 2.0},
+    "zero_value, mean, rates by tokens": {
+        "init": "zero_value",
+        "optimizer_state": "mean",
+        "rates": LAW,
+    },
+    "zero_value, mean, warm-up 50": {
+        "init": "zero_value",
+        "optimizer_state": "mean",
+        "warmup_steps": 50,
+    },
+    "zero_value, old at 1/4": {"init": "zero_value", "old_rate": 0.25},
+    "zero_value, old frozen": {"init": "zero_value", "old_rate": 0.0},
     "zero, after the decay": {"after_decay": True},
-    "zero, reset, after the decay": {"after_decay": True, "optimizer_state": "reset"},
+    "zero_value, after the decay": {"after_decay": True, "init": "zero_value"},
     "random, after the decay": {"after_decay": True, "init": "random"},
-    "not grown": {"not_grown": True},
-    "from scratch": {"from_scratch": True},
+    "small alone": {"alone": "small"},
+    "large from scratch": {"alone": "large"},
 }
 
 
@@ -84,36 +104,54 @@ def recipe_of(regime: Regime, corpus: Path, variant: dict[str, Any], seed: int, 
 
     variant = dict(variant)
     recipe = Recipe(optimizer=OptimizerOptions(learning_rate=rate))
-    options = {
-        "hidden_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "variant": "paper",
-        "positions": "rotary",
-        "rotary_fraction": 0.5,
-    }
-    from_scratch = variant.pop("from_scratch", False)
-    recipe.model.options = {**options, **(regime.large if from_scratch else regime.small)}
-    recipe.data.corpus, recipe.data.length = str(corpus), 128
+    alone = variant.pop("alone", None)
+    recipe.model.options = model_options(regime.large if alone == "large" else regime.small)
+    recipe.data.corpus, recipe.data.length = str(corpus), LENGTH
     run = recipe.run
-    run.batch_size, run.seed, run.checkpoint_every, run.keep_last = 8, seed, 10_000, 1
+    run.batch_size, run.seed, run.checkpoint_every, run.keep_last = BATCH, seed, 10_000, 1
     run.validate_every, run.validation_sequences = regime.validate_every, 256
     run.log_to = []
-    if from_scratch or variant.pop("not_grown", False):
-        run.steps = regime.first + regime.second
-        recipe.schedule = ScheduleOptions(
-            kind="wsd", decay=regime.second / run.steps, warmup_steps=50, floor=0.05
-        )
+    if alone is not None:
+        run.steps, share = steps_alone(regime, alone, corpus)
+        run.validate_every = max(1, run.steps // 30)
+        recipe.schedule = ScheduleOptions(kind="wsd", decay=share, warmup_steps=50, floor=0.05)
         return recipe
     after_decay = variant.pop("after_decay", False)
     second = ScheduleOptions(**(REWARMED if after_decay else DECAY))
     second.warmup_steps = variant.pop("warmup_steps", second.warmup_steps)
     stage = StageOptions(steps=regime.second, schedule=second)
     stage.learning_rate = rate * variant.pop("rate", 1.0)
+    stage.rates = variant.pop("rates", None)
     stage.grow = GrowthOptions(sizes=regime.large, seed=seed, **variant)
     first = ScheduleOptions(**(DECAYED if after_decay else STABLE))
     recipe.stages = [StageOptions(steps=regime.first, schedule=first), stage]
     return recipe
+
+
+def model_options(sizes: dict[str, int]) -> dict[str, Any]:
+    return {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "variant": "paper",
+        "positions": "rotary",
+        "rotary_fraction": 0.5,
+        **sizes,
+    }
+
+
+def steps_alone(regime: Regime, which: str, corpus: Path) -> tuple[int, float]:
+    """Steps with the compute of a grown run, and the share of them over which the rate falls."""
+    from tokenformer.data.corpus import Corpus
+    from tokenformer.models.accounting import training_flops
+    from tokenformer.models.configuration import TokenformerConfig
+
+    cost = {}
+    for name, sizes in (("small", regime.small), ("large", regime.large)):
+        config = TokenformerConfig(vocab_size=Corpus(corpus).vocab_size, **model_options(sizes))
+        cost[name] = sum(training_flops(config, LENGTH).values())
+    before, after = regime.first * cost["small"], regime.second * cost["large"]
+    return round((before + after) / cost[which]), after / (before + after)
 
 
 def train(recipe: Any, folder: Path) -> None:
@@ -130,38 +168,44 @@ def train(recipe: Any, folder: Path) -> None:
         Run(folder, recipe, Materials(recipe), lambda line: None).go(lambda row: None)
 
 
-def prepare_small(job: tuple[Regime, Path, Path, bool, int, float]) -> None:
+Job = tuple[Regime, Path, Path, str, int, float]
+
+
+def small_folder(out: Path, variant: dict[str, Any], seed: int) -> Path:
+    return out / f"small-{'decayed' if variant.get('after_decay') else 'stable'}-{seed}"
+
+
+def prepare_small(job: Job) -> None:
     """The small model that the runs of a seed share, up to the end of its stage."""
-    regime, corpus, folder, after_decay, seed, rate = job
-    recipe = recipe_of(regime, corpus, {"after_decay": after_decay}, seed, rate)
+    regime, corpus, out, name, seed, rate = job
+    recipe = recipe_of(regime, corpus, VARIANTS[name], seed, rate)
     recipe.stages = recipe.stages[:1]
-    train(recipe, folder)
+    train(recipe, small_folder(out, VARIANTS[name], seed))
 
 
-def run_variant(job: tuple[Regime, Path, Path, str, int, float]) -> dict[str, Any]:
+def run_variant(job: Job) -> dict[str, Any]:
     regime, corpus, out, name, seed, rate = job
     variant = VARIANTS[name]
-    folder = out / f"{re.sub('[^a-z0-9]+', '-', name)}-{seed}"
+    folder = out / f"{re.sub('[^a-z0-9]+', '-', name)}-{regime.second}-{seed}"
     recipe = recipe_of(regime, corpus, variant, seed, rate)
     if recipe.stages and not folder.exists():
-        kind = "decayed" if variant.get("after_decay") else "stable"
         unfinished = folder.with_name(f".{folder.name}")
-        shutil.copytree(out / f"small-{kind}-{seed}", unfinished, dirs_exist_ok=True)
+        shutil.copytree(small_folder(out, variant, seed), unfinished, dirs_exist_ok=True)
         shutil.rmtree(unfinished / "model")
         (unfinished / "loss.png").unlink()
         (unfinished / "config.yaml").unlink()
         unfinished.rename(folder)
     train(recipe, folder)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    curve = [(row["step"], row["val_bpb"]) for row in rows if "val_bpb" in row]
-    after = [bits for step, bits in curve if step > regime.first]
-    seam = dict(curve)[regime.first]
+    curve = [(row["step"], row["flops"], row["val_bpb"]) for row in rows if "val_bpb" in row]
+    grown = [bits for step, _, bits in curve if not recipe.stages or step > regime.first]
+    at_seam = [bits for step, _, bits in curve if step == regime.first]
     return {
         "name": name,
         "seed": seed,
-        "seam": seam,
-        "worst": max(after),
-        "end": after[-1],
+        "seam": at_seam[0] if recipe.stages else None,
+        "worst": max(grown) if recipe.stages else None,
+        "end": grown[-1],
         "flops": rows[-1]["flops"],
         "tokens": rows[-1]["tokens"],
         "seconds": rows[-1]["seconds"],
@@ -181,57 +225,75 @@ def main() -> None:
     options = parser.parse_args()
     regime = REGIMES[options.regime]
     options.out.mkdir(parents=True, exist_ok=True)
+    jobs: list[Job] = [
+        (regime, options.corpus, options.out, name, seed, options.rate)
+        for seed in options.seeds
+        for name in options.only
+    ]
+    smalls = {
+        small_folder(options.out, VARIANTS[job[3]], job[4]): job
+        for job in jobs
+        if "alone" not in VARIANTS[job[3]]
+    }
     results = []
     with ProcessPoolExecutor(options.workers) as pool:
-        smalls = [
-            (
-                regime,
-                options.corpus,
-                options.out / f"small-{kind}-{seed}",
-                kind == "decayed",
-                seed,
-                options.rate,
-            )
-            for seed in options.seeds
-            for kind in ("stable", "decayed")
-            if any(
-                VARIANTS[n].get("after_decay", False) == (kind == "decayed") for n in options.only
-            )
-        ]
-        list(pool.map(prepare_small, smalls))
-        jobs = [
-            (regime, options.corpus, options.out, name, seed, options.rate)
-            for name in options.only
-            for seed in options.seeds
-        ]
+        list(pool.map(prepare_small, smalls.values()))
         for result in pool.map(run_variant, jobs):
             results.append(result)
-            print(
-                f"{result['name']:32} seed {result['seed']}  seam {result['seam']:.3f}  "
-                f"worst {result['worst']:.3f}  end {result['end']:.3f}  "
-                f"{result['flops']:.2e} FLOPs",
-                flush=True,
-            )
+            print(line(f"{result['name']}, seed {result['seed']}", [result]), flush=True)
     text = "".join(json.dumps(result) + "\n" for result in results)
-    (options.out / "results.jsonl").write_text(text)
-    draw(results, regime.first, options.out / "curves.png")
+    (options.out / f"results-{options.regime}.jsonl").write_text(text)
+    if len(options.seeds) > 1:
+        print(f"\nMeans of {len(options.seeds)} seeds, and the largest distance from them")
+        for name in options.only:
+            print(line(name, [result for result in results if result["name"] == name]))
+    draw(results, options.out / f"curves-{options.regime}.png")
 
 
-def draw(results: list[dict[str, Any]], seam: int, path: Path) -> None:
+def line(name: str, results: list[dict[str, Any]]) -> str:
+    """A row of the table: means, and at the end the largest distance of a run from theirs."""
+    cells = [
+        "" if results[0][key] is None else f"{mean(result[key] for result in results):.3f}"
+        for key in ("seam", "worst")
+    ]
+    ends = [result["end"] for result in results]
+    spread = max(abs(end - mean(ends)) for end in ends)
+    cells.append(f"{mean(ends):.3f}" + (f" ± {spread:.3f}" if len(ends) > 1 else ""))
+    return f"| {name} | {' | '.join(cells)} | {results[0]['flops']:.2e} |"
+
+
+def draw(results: list[dict[str, Any]], path: Path) -> None:
+    """Curves over compute, from a little before the seam on; a mean where there are seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.add_subplot()
-    for result in results:
-        steps, bits = zip(*result["curve"], strict=True)
-        axes.plot(steps, bits, label=f"{result['name']}, seed {result['seed']}")
+    names = list(dict.fromkeys(result["name"] for result in results))
+    for name in names:
+        alike = [result["curve"] for result in results if result["name"] == name]
+        flops = [point[1] / 1e12 for point in alike[0]]
+        bits = [mean(curve[place][2] for curve in alike) for place in range(len(flops))]
+        alone = "alone" in VARIANTS[name]
+        axes.plot(flops, bits, label=name, color="0.4" if alone else None,
+                  linestyle="--" if name == "large from scratch" else "-")  # fmt: skip
     ends = [result["end"] for result in results]
-    axes.set(xlabel="step", ylabel="held-out bits per byte", xlim=(0.8 * seam, None))
-    axes.set_ylim(min(ends) - 0.05, max(result["seam"] for result in results) + 0.35)
-    axes.axvline(seam, color="grey", linewidth=0.8)
+    seams = [result["seam"] for result in results if result["seam"] is not None]
+    axes.set(xlabel="training compute, 1e12 FLOPs", ylabel="held-out bits per byte")
+    axes.set_ylim(min(ends) - 0.03, max(seams, default=max(ends)) + 0.35)
+    axes.set_xlim(left=seam_compute(results) * 0.7)
+    axes.axvline(seam_compute(results), color="0.7", linewidth=0.8)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)
+
+
+def seam_compute(results: Iterable[dict[str, Any]]) -> float:
+    """Where the runs have grown, in 1e12 FLOPs."""
+    for result in results:
+        for _, flops, bits in result["curve"]:
+            if bits == result["seam"]:
+                return float(flops) / 1e12
+    return 0.0
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 STUDY = Path(__file__).parents[2] / "experiments" / "seam" / "study.py"
 
 
@@ -18,20 +20,24 @@ def load_study():
 
 def test_the_study_runs_and_goes_on(corpus, tmp_path, monkeypatch, capsys):
     study = load_study()
-    tiny = study.Regime(study.tokens(8, 16), study.tokens(16, 40), 25, 3, 25)
+    tiny = study.Regime(study.tokens(8, 16), study.tokens(16, 40), 25, 4, 1)
     monkeypatch.setitem(study.REGIMES, "short", tiny)
-    words = ["study", str(corpus), "--out", str(tmp_path), "--workers", "1"]
-    words += ["--only", "zero, mean", "zero, reset, after the decay", "not grown"]
+    words = ["study", str(corpus), "--out", str(tmp_path), "--workers", "1", "--seeds", "0", "1"]
+    words += ["--only", "zero, mean", "zero_value, after the decay", "large from scratch"]
     monkeypatch.setattr(sys, "argv", words)
     study.main()
-    first = (tmp_path / "results.jsonl").read_text()
+    first = (tmp_path / "results-short.jsonl").read_text()
     results = [json.loads(line) for line in first.splitlines()]
-    assert [result["name"] for result in results] == words[-3:]
-    grown, _, alone = results
-    assert grown["flops"] > alone["flops"]
-    assert grown["tokens"] == alone["tokens"]
-    assert dict(map(tuple, grown["curve"]))[25] == grown["seam"] == alone["seam"]
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert [(r["name"], r["seed"]) for r in results] == [(n, s) for s in (0, 1) for n in words[-3:]]
+    grown, decayed, alone = results[:3]
+    assert grown["seam"] in [bits for step, _, bits in grown["curve"] if step == 25]
+    assert grown["seam"] != decayed["seam"]
+    assert alone["seam"] is None
+    assert alone["flops"] == pytest.approx(grown["flops"], rel=0.02), "the same compute"
+    assert alone["tokens"] < grown["tokens"], "in fewer, larger steps"
+    assert (tmp_path / "curves-short.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out.splitlines()
+    mean = (results[0]["end"] + results[3]["end"]) / 2
+    assert f"{mean:.3f} ± " in next(line for line in printed if line.startswith("| zero, mean |"))
     study.main()  # everything is there already
-    assert (tmp_path / "results.jsonl").read_text() == first
-    assert capsys.readouterr().out.count("seam") == 6
+    assert (tmp_path / "results-short.jsonl").read_text() == first
