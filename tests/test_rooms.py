@@ -6,7 +6,18 @@ from pathlib import Path
 import tokenformer
 
 PACKAGE = Path(tokenformer.__file__).parent
-ROOMS = ["ops", "layers", "models", "growth", "data", "train", "evaluate", "convert", "cli"]
+ROOMS = [
+    "ops",
+    "layers",
+    "models",
+    "growth",
+    "data",
+    "train",
+    "evaluate",
+    "convert",
+    "converse",
+    "cli",
+]
 
 
 def imported_rooms(source: str) -> set[str]:

@@ -110,7 +110,7 @@ def check(
 
 def encode(model: Any, tokenizer: Any, text: str) -> Any:
     """The prompt as ids [1, T] that the model's context has room for."""
-    from tokenformer.cli.prompt import PromptError, begin, context_length, room
+    from tokenformer.converse.prompt import PromptError, begin, context_length, room
 
     try:
         ids = begin(tokenizer(text, return_tensors="pt")["input_ids"], tokenizer)
@@ -158,7 +158,7 @@ def go_on(
     told: Callable[[str], None],
 ) -> str:
     """What the model adds; each piece of it is told as soon as it is certain."""
-    from tokenformer.cli.prompt import context_length, room
+    from tokenformer.converse.prompt import context_length, room
     from tokenformer.data.text_stream import TextStream
 
     context = context_length(model.config)

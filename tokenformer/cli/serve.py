@@ -55,8 +55,8 @@ def run(listener: socket.socket, model: str, name: str, context: int | None) -> 
         import openai  # noqa: F401  # without it transformers' server is half defined
         import uvicorn
 
-        from tokenformer.cli.server import build_app
-        from tokenformer.cli.voice import Voice
+        from tokenformer.converse.server import build_app
+        from tokenformer.converse.voice import Voice
     except ImportError as error:
         hint = 'pip install "tokenformer[serve]"'
         raise InputError(f"the server is missing or does not fit: {error}; {hint}") from None
@@ -64,7 +64,7 @@ def run(listener: socket.socket, model: str, name: str, context: int | None) -> 
     from transformers.utils import logging
 
     from tokenformer.cli.model import load_model
-    from tokenformer.cli.prompt import context_length
+    from tokenformer.converse.prompt import context_length
 
     loaded, tokenizer = load_model(model)
     voice = Voice(context or context_length(loaded.config) or 2048)

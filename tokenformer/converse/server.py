@@ -24,8 +24,8 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerationState, Modality
 
-from tokenformer.cli.request import ChatRequest, CompletionRequest, Request, explain
-from tokenformer.cli.voice import Voice
+from tokenformer.converse.request import ChatRequest, CompletionRequest, Request, explain
+from tokenformer.converse.voice import Voice
 
 ROUTES = {"/health", "/v1/models", "/v1/completions", "/v1/chat/completions"}
 """Those of transformers' that stay: others load, unload or need another kind of model."""

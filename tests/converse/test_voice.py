@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from tokenformer.cli.voice import Voice
+from tokenformer.converse.voice import Voice
 from tokenformer.data.byte_tokenizer import byte_tokenizer
 
 

@@ -19,7 +19,7 @@ from transformers.cli.serving.utils import (
     response_events_to_chunks,
 )
 
-from tokenformer.cli.prompt import PromptError, begin, room
+from tokenformer.converse.prompt import PromptError, begin, room
 from tokenformer.data.text_stream import TextStream
 
 logger = logging.getLogger("uvicorn.error")
