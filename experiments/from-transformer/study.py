@@ -36,7 +36,9 @@ from tokenformer.train.options import OptimizerOptions, RunOptions, ScheduleOpti
 from tokenformer.train.task import LanguageTask
 
 LENGTH = 128
-RATE, FURTHER_RATE = 2e-3, 3e-4
+RATE = 2e-3
+DISTILLING_RATE, FURTHER_RATE = 3e-5, 1e-4
+"""Of models that have learned."""
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 128,
@@ -94,7 +96,9 @@ class Study:
             AnyTask(model, self.train_tokens, self.held_out, length=LENGTH),
             OptimizerOptions(learning_rate=rate),
             ScheduleOptions(warmup_steps=min(50, steps // 10)),
-            RunOptions(steps=steps, batch_size=batch_size, validate_every=steps),
+            RunOptions(
+                steps=steps, batch_size=batch_size, validate_every=steps, validation_sequences=1
+            ),
         )
         train(loop, lambda row: None)
 
@@ -117,39 +121,37 @@ class Study:
             flush=True,
         )
 
-    def further(self, kind: str, name: str, source: Any, model: Any, rate: float) -> None:
-        """The same start twice: towards the source, and on the text."""
+    def distilled(self, kind: str, name: str, source: Any, model: Any, rate: float) -> None:
         pupil = copy.deepcopy(model)
-        distil(
-            pupil,
-            source,
-            self.train_tokens,
-            self.held_out,
-            steps=self.more,
-            length=LENGTH,
-            learning_rate=rate,
-        )
+        texts = (self.train_tokens, self.held_out)
+        distil(pupil, source, *texts, steps=self.more, length=LENGTH, learning_rate=rate)
         self.tell(kind, f"{name}, distilled", source, pupil)
-        self.learn(model, self.more, rate, batch_size=8)
-        self.tell(kind, f"{name}, trained on", source, model)
+
+    def trained_on(self, kind: str, name: str, source: Any, model: Any, rate: float) -> None:
+        further = copy.deepcopy(model)
+        self.learn(further, self.more, rate, batch_size=8)
+        self.tell(kind, f"{name}, trained on", source, further)
 
     def run(self, kind: str) -> None:
         source = self.source(kind)
         self.tell(kind, "source", source, source)
+        models = {}
         for linear in ("pair", "shift"):
             if kind != "llama":
-                model, report = from_transformer(source, linear=linear)
+                model, _ = from_transformer(source, linear=linear)
                 self.tell(kind, f"{linear}, without data", source, model)
-            model, report = from_transformer(source, self.batches, linear=linear)
+            models[linear], report = from_transformer(source, self.batches, linear=linear)
             errors = {part.name: part.error for part in report.maps}
-            self.tell(kind, linear, source, model, errors=errors)
-            blank = random_model(model.config)
-            self.further(kind, linear, source, model, FURTHER_RATE)
+            self.tell(kind, linear, source, models[linear], errors=errors)
+        blank = random_model(models["pair"].config)
         self.tell(kind, "random", source, blank)
-        self.further(kind, "random", source, blank, RATE)
-        further = copy.deepcopy(source)
-        self.learn(further, self.more, FURTHER_RATE, batch_size=8)
-        self.tell(kind, "source, trained on", source, further)
+        if self.more:
+            self.distilled(kind, "pair", source, models["pair"], DISTILLING_RATE)
+            self.distilled(kind, "random", source, blank, RATE)
+            self.trained_on(kind, "source", source, source, FURTHER_RATE)
+            self.trained_on(kind, "pair", source, models["pair"], FURTHER_RATE)
+            self.trained_on(kind, "shift", source, models["shift"], FURTHER_RATE)
+            self.trained_on(kind, "random", source, blank, RATE)
 
 
 def random_model(config: Any) -> Any:
@@ -166,7 +168,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/from-transformer"))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--steps", type=int, default=1000, help="of the sources")
-    parser.add_argument("--more", type=int, default=100, help="of what follows")
+    parser.add_argument("--more", type=int, default=100, help="of what follows; 0 for none")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -89,14 +89,14 @@ def test_a_folder_becomes_one_of_ours_with_tokenizer_generation_and_report(home,
 
 def test_distillation_brings_it_closer_and_json_says_so(home, capsys):
     """Every step is a real one of the loop; a Llama is what needs them."""
-    run("convert llama --out ours --distill text.txt --steps 30 --linear shift --json")
+    run("convert llama --out ours --distill text.txt --steps 40 --json")
     report = json.loads(capsys.readouterr().out)
     before, after = report["comparison"], report["distilled"]["comparison"]
-    assert report["distilled"]["steps"] == 30
+    assert report["distilled"]["steps"] == 40
     assert after["divergence"] < before["divergence"]
     assert after["source_loss"] == before["source_loss"]
     assert math.isfinite(report["max_error"])
-    assert {entry["form"] for entry in report["maps"]} == {"shift", "fitted"}
+    assert {entry["form"] for entry in report["maps"]} == {"pair", "fitted"}
 
 
 def test_prepared_text_serves_and_our_own_twin_is_a_source(home, capsys):
@@ -118,6 +118,7 @@ def test_prepared_text_serves_and_our_own_twin_is_a_source(home, capsys):
         ("gpt2 --out new --data gpt2", "--data gpt2: gpt2 holds no prepared corpus"),
         ("gpt2 --out new --steps 5", "--steps 5 is for --distill DATA"),
         ("gpt2 --out new --distill text.txt --steps 0", "--steps 0 must be at least 1"),
+        ("gpt2 --out new --distill text.txt --linear shift", "shift is not for --distill"),
         ("gpt2 --out new --linear thirds", "linear='thirds' is unknown; choose one of pair, shift"),
         ("gpt2 --out new --weights last", "--weights last is not for a source of kind gpt2"),
         ("opt --out new", "kind opt; what can be converted is released, "),

@@ -31,9 +31,9 @@ def test_the_study_runs_and_uses_its_sources_again(tmp_path, monkeypatch):
     assert rows["source"]["divergence"] == 0
     for form in ("pair", "shift"):
         assert rows[form]["divergence"] < 0.1 * rows["random"]["divergence"]
-        assert rows[f"{form}, distilled"]["source_loss"] == rows["source"]["loss"]
+        assert rows[f"{form}, trained on"]["source_loss"] == rows["source"]["loss"]
     biases = 2 * 16  # of the norms
-    assert rows["shift"]["parameters"] == rows["random"]["parameters"] + biases
+    assert rows["pair"]["parameters"] == rows["random"]["parameters"] + biases
     written = (tmp_path / "gpt2" / "model.safetensors").stat().st_mtime_ns
     study.main()
     assert (tmp_path / "gpt2" / "model.safetensors").stat().st_mtime_ns == written

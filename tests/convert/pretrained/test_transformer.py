@@ -171,6 +171,20 @@ def test_heads_that_share_their_values_are_exact_in_fp32(make_source, linear):
     assert report.max_error < 1e-4
 
 
+@pytest.mark.parametrize("linear", ["pair", "shift"])
+def test_a_layer_that_adds_nothing_still_adds_nothing(make_source, batches, linear):
+    """As those that were put into a model to be trained: their outputs are zero."""
+    source = make_source("gpt_neox")
+    with torch.no_grad():
+        for part in (source.gpt_neox.layers[1].attention.dense, source.gpt_neox.layers[1].mlp):
+            for parameter in part.parameters():
+                parameter.zero_()
+    _, report = from_transformer(source, batches, linear=linear)
+    errors = {part.name: part.error for part in report.maps}
+    assert errors["model.layers.1.attention.o"] == errors["model.layers.1.ffn"] == 0
+    assert report.max_error < 0.2
+
+
 def test_half_precision_sources_become_fp32(make_source):
     source = make_source("gpt_neox").half()
     model, _ = from_transformer(source)

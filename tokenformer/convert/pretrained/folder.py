@@ -33,6 +33,11 @@ def convert_transformer(
         raise ConversionError(f"--steps {steps} is for --distill DATA")
     if steps is not None and steps < 1:
         raise ConversionError(f"--steps {steps} must be at least 1")
+    if distill is not None and linear == "shift":
+        raise ConversionError(
+            "--linear shift is not for --distill: its tokens all have nearly the same weight, and "
+            "training moves them together; give --linear pair"
+        )
     original = load(source.path)
     found = find_tokenizer(tokenizer, source.folder, original.config.vocab_size)
     encoder = None if found is None else found.tokenizer

@@ -69,7 +69,7 @@ class ConversionReport:
     parameters_after: int
     maps: list[ConvertedMap]
     measured_on: str
-    """`data` or, where there is none, `random tokens`."""
+    """`text` or, where none was given, `random tokens`."""
     comparison: Comparison
     distilled: Distilled | None = None
     tokenizer: str | None = None

@@ -117,7 +117,8 @@ class Assembly:
             scale_tokens=part.tokens.scale,
             approximate=approximate,
         )
-        error = (found.double() - part.wanted).norm() / part.wanted.norm()
+        tiny = torch.finfo(part.wanted.dtype).tiny  # a map may add nothing at all
+        error = (found.double() - part.wanted).norm() / part.wanted.norm().clamp_min(tiny)
         self.maps.append(
             ConvertedMap(
                 name,

@@ -76,7 +76,6 @@ def translate(block: Block, seen: LayerInputs, settings: Settings) -> Iterator[T
     yield linear("k", site, block.k, x, block.k(y), norm)
     yield linear("v", site, spare.v, x, spare.values(block.v(y)), norm)
     yield linear("o", spare.site, spare.o, spare.attended(attended), block.o(attended), None)
-
     yield feed_forward(block, seen.ffn, settings)
 
 
