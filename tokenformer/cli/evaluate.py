@@ -79,7 +79,7 @@ def evaluate(
     from tokenformer.data.errors import DataError
 
     # Bound to its stream: while lm-eval works, what it prints is kept from ours.
-    console = Console(file=sys.stderr if json else sys.stdout, highlight=False, soft_wrap=True)
+    console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
     found: dict[str, Finding] = {}
     try:
         loaded_tasks = None if names is None else load_named_tasks(names, data)
@@ -96,9 +96,10 @@ def evaluate(
         raise InputError(str(error)) from None
     if json:
         report = {"model": model, **{name: facts for name, (facts, _) in found.items()}}
-        sys.stdout.write(dumps(report, indent=2) + "\n")
+        text = dumps(report, indent=2)
     else:
-        console.print("\n\n".join(text for _, text in found.values()), markup=False)
+        text = "\n\n".join(told for _, told in found.values())
+    sys.stdout.write(text + "\n")
 
 
 def check(**given: Any) -> None:
