@@ -8,14 +8,15 @@ from typing import Any
 from tokenformer.growth import tokens
 from tokenformer.growth.report import GrowthReport
 from tokenformer.growth.transformer import METHODS, grow_transformer
-from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
+from tokenformer.models.configuration import TransformerConfig
+from tokenformer.models.projection_configuration import MatrixConfig, TokenConfig
 
 TOKENS = "tokens"
 
 
 def grow(
     model: Any,
-    to: str | TokenformerConfig | TransformerConfig | None = None,
+    to: str | TokenConfig | TransformerConfig | None = None,
     *,
     method: str | None = None,
     **options: Any,
@@ -31,7 +32,7 @@ def grow(
     """
     if hasattr(model, "peft_config"):
         raise TypeError("the model wears an adapter; merge it first, by model.merge_and_unload()")
-    if isinstance(model.config, TransformerConfig):
+    if isinstance(model.config, MatrixConfig):
         if method == TOKENS:
             raise ValueError(
                 "method='tokens': a Transformer has no tokens to grow; "
