@@ -82,7 +82,8 @@ def mixed(
     """A blend (mixup, arXiv 1710.09412) or a patchwork (cutmix, arXiv 1905.04899) of two images,
     and what is left of the first."""
     cut = options.cutmix > 0 and (options.mixup == 0 or random.random() < 0.5)
-    share = float(random.beta(*[options.cutmix if cut else options.mixup] * 2))
+    alpha = options.cutmix if cut else options.mixup
+    share = float(random.beta(alpha, alpha))
     if not cut:
         return np.float32(share) * first + np.float32(1 - share) * second, share
     height, width = first.shape[:2]

@@ -134,7 +134,10 @@ def idx_splits(folder: Path, on_corrupt: str) -> dict[str, ImageSet]:
 
 
 def cifar_splits(folder: Path, on_corrupt: str) -> dict[str, ImageSet]:
-    batches = {"train": sorted(folder.glob("data_batch_*.bin")), "test": ["test_batch.bin"]}
+    batches: dict[str, list[Any]] = {
+        "train": sorted(folder.glob("data_batch_*.bin")),
+        "test": ["test_batch.bin"],
+    }
     names = "batches.meta.txt"
     if not batches["train"]:
         if not (folder / "train.bin").exists():

@@ -154,11 +154,11 @@ def make_layer(
     drop_path: float = 0.0,
 ) -> nn.Module:
     *attention, ffn = projections(config, index)
-    norms = [make_norm(config, config.norm_parameters) for _ in range(2)]
     return LAYERS[config.residual](
         NamedAttention(*attention, config=config, layer_idx=index, is_causal=is_causal),
         ffn,
-        *norms,
+        make_norm(config, config.norm_parameters),
+        make_norm(config, config.norm_parameters),
         drop_path=drop_path,
     )
 
