@@ -7,7 +7,7 @@ a Llama little; both train on from there. A GPT-NeoX, a GPT-2 and a Llama of tra
 layers of width 128, learn the bytes of Python's standard library for `--steps` steps. Each is
 converted, and its TokenFormer, as well as one of the same size with random weights, is then trained
 for `--more` steps: towards the source's predictions (distilled) or on the text (trained on).
-Everything is measured on files that none has seen. Half an hour on a free core; sources that are
+Everything is measured on files that none has seen. A quarter of an hour on a free core; sources that are
 there already are used again. The result is a table and a row of JSON per model (results.jsonl).
 """
 
@@ -36,9 +36,8 @@ from tokenformer.train.options import OptimizerOptions, RunOptions, ScheduleOpti
 from tokenformer.train.task import LanguageTask
 
 LENGTH = 128
-RATE = 2e-3
-DISTILLING_RATE, FURTHER_RATE = 3e-5, 1e-4
-"""Of models that have learned."""
+RATE, DISTILLING_RATE = 2e-3, 3e-5
+"""From random weights, and from a model that has learned."""
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 128,
@@ -84,8 +83,8 @@ class AnyTask(LanguageTask):
 
 
 class Study:
-    def __init__(self, out: Path, steps: int, more: int) -> None:
-        self.out, self.steps, self.more = out, steps, more
+    def __init__(self, out: Path, steps: int, more: int, rate: float) -> None:
+        self.out, self.steps, self.more, self.rate = out, steps, more, rate
         self.train_tokens, self.held_out = standard_library()
         self.batches = fixed_batches(self.train_tokens, batch_size=8, length=LENGTH, count=16)
         self.measured = fixed_batches(self.held_out, batch_size=8, length=LENGTH, count=32)
@@ -143,14 +142,19 @@ class Study:
             models[linear], report = from_transformer(source, self.batches, linear=linear)
             errors = {part.name: part.error for part in report.maps}
             self.tell(kind, linear, source, models[linear], errors=errors)
+            narrow = copy.deepcopy(models[linear]).bfloat16()
+            self.tell(kind, f"{linear}, in bf16", source, narrow)
+        inputs = [batch[:, :-1] for batch in self.batches]
+        smaller, _ = tokenformer.prune(models["pair"], inputs, keep=0.9)
+        self.tell(kind, "pair, a tenth pruned", source, smaller)
         blank = random_model(models["pair"].config)
         self.tell(kind, "random", source, blank)
         if self.more:
             self.distilled(kind, "pair", source, models["pair"], DISTILLING_RATE)
             self.distilled(kind, "random", source, blank, RATE)
-            self.trained_on(kind, "source", source, source, FURTHER_RATE)
-            self.trained_on(kind, "pair", source, models["pair"], FURTHER_RATE)
-            self.trained_on(kind, "shift", source, models["shift"], FURTHER_RATE)
+            self.trained_on(kind, "source", source, source, self.rate)
+            self.trained_on(kind, "pair", source, models["pair"], self.rate)
+            self.trained_on(kind, "shift", source, models["shift"], self.rate)
             self.trained_on(kind, "random", source, blank, RATE)
 
 
@@ -168,11 +172,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/from-transformer"))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--steps", type=int, default=1000, help="of the sources")
-    parser.add_argument("--more", type=int, default=100, help="of what follows; 0 for none")
+    parser.add_argument("--more", type=int, default=60, help="of what follows; 0 for none")
+    parser.add_argument("--rate", type=float, default=1e-4, help="of what is trained on")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     options.out.mkdir(parents=True, exist_ok=True)
-    study = Study(options.out, options.steps, options.more)
+    study = Study(options.out, options.steps, options.more, options.rate)
     for kind in options.kinds:
         study.run(kind)
         text = "".join(json.dumps(row) + "\n" for row in study.results)
