@@ -7,8 +7,8 @@ a Llama little; both train on from there. A GPT-NeoX, a GPT-2 and a Llama of tra
 layers of width 128, learn the bytes of Python's standard library for `--steps` steps. Each is
 converted, and its TokenFormer, as well as one of the same size with random weights, is then trained
 for `--more` steps: towards the source's predictions (distilled) or on the text (trained on).
-Everything is measured on files that none has seen. A quarter of an hour on a free core; sources that are
-there already are used again. The result is a table and a row of JSON per model (results.jsonl).
+Everything is measured on files that none has seen. Half an hour on a free core, most of it for the
+sources, which are kept. The result is a table and a row of JSON per model (results.jsonl).
 """
 
 import argparse
