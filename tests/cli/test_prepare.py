@@ -192,10 +192,12 @@ def test_interrupted_it_says_so_and_goes_on_later(tmp_path, sources, tokenizer):
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while position(out) is None and running.poll() is None:
         time.sleep(0.02)
+    running.send_signal(signal.SIGSTOP)  # or it might be done before the second has begun
     second = run(sources, "--out", out, "--tokenizer", tokenizer)
     assert second.returncode == 2
     assert "is being filled by another process" in second.stderr
     running.send_signal(signal.SIGINT)
+    running.send_signal(signal.SIGCONT)
     assert running.communicate(timeout=30)[1] == "tokenformer prepare: interrupted\n"
     assert running.returncode == 130
     done = run(sources, "--out", out, "--tokenizer", tokenizer)
