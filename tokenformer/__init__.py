@@ -27,11 +27,20 @@ if TYPE_CHECKING:
         TokenformerEncoderLayer,
     )
     from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
+    from tokenformer.models.image_processing import TokenformerImageProcessor
     from tokenformer.models.language import (
         TokenformerForCausalLM,
         TokenformerModel,
         TransformerForCausalLM,
         TransformerModel,
+    )
+    from tokenformer.models.vision import (
+        TokenformerForImageClassification,
+        TransformerForImageClassification,
+    )
+    from tokenformer.models.vision_configuration import (
+        TokenformerVisionConfig,
+        TransformerVisionConfig,
     )
     from tokenformer.ops import pattention
 
@@ -48,6 +57,11 @@ _HOMES = {
     "TransformerConfig": "tokenformer.models.configuration",
     "TransformerModel": "tokenformer.models.language",
     "TransformerForCausalLM": "tokenformer.models.language",
+    "TokenformerVisionConfig": "tokenformer.models.vision_configuration",
+    "TokenformerForImageClassification": "tokenformer.models.vision",
+    "TransformerVisionConfig": "tokenformer.models.vision_configuration",
+    "TransformerForImageClassification": "tokenformer.models.vision",
+    "TokenformerImageProcessor": "tokenformer.models.image_processing",
     "from_transformer": "tokenformer.convert.pretrained.transformer",
     "grow": "tokenformer.growth.grow",
     "grow_optimizer": "tokenformer.growth.optimizer_state",
@@ -63,10 +77,15 @@ __all__ = [
     "TokenformerDecoderLayer",
     "TokenformerEncoderLayer",
     "TokenformerForCausalLM",
+    "TokenformerForImageClassification",
+    "TokenformerImageProcessor",
     "TokenformerModel",
+    "TokenformerVisionConfig",
     "TransformerConfig",
     "TransformerForCausalLM",
+    "TransformerForImageClassification",
     "TransformerModel",
+    "TransformerVisionConfig",
     "from_transformer",
     "grow",
     "grow_optimizer",

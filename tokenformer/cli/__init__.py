@@ -31,6 +31,7 @@ VERBS = {
     "grow": "tokenformer.cli.grow:grow_model",
     "inspect": "tokenformer.cli.inspect:inspect",
     "merge": "tokenformer.cli.merge:merge_models",
+    "predict": "tokenformer.cli.predict:predict",
     "prepare": "tokenformer.cli.prepare:prepare",
     "prune": "tokenformer.cli.prune:prune_model",
     "serve": "tokenformer.cli.serve:serve",

@@ -33,10 +33,10 @@ def grow_model(
     Args:
         model: A model folder, a run (its model), or a checkpoint of a run. A checkpoint grows with
             its optimizer; --out is then a run that `tokenformer train RECIPE --out` goes on with.
-        to: The size to grow to: a preset (354m, 757m, ...), for a TokenFormer of the same width and
+        to: The size to grow to: a preset (354m, base, ...), for a TokenFormer of the same width and
             depth, or the folder of another model.
-        out: A new folder for the grown model, with its tokenizer and growth.json, the report; it
-            must be given.
+        out: A new folder for the grown model, with its tokenizer or image processor and
+            growth.json, the report; it must be given.
         method: Of a Transformer: net2net, hypercloning and bert2bert_fpi, exact to whole multiples
             of the width; lemon, exact to any; block_padding, bert2bert_aki and stacking, not exact.
             By default net2net.
@@ -89,9 +89,11 @@ def grow_model(
 
     from tokenformer.growth.folder import grow_folder, grow_transformer_folder
     from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
+    from tokenformer.models.vision_configuration import TokenformerVisionConfig
 
     families: dict[type, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         TokenformerConfig: (grow_folder, of_tokens, of_widths),
+        TokenformerVisionConfig: (grow_folder, of_tokens, of_widths),
         TransformerConfig: (grow_transformer_folder, of_widths, of_tokens),
     }
     logging.disable_progress_bar()

@@ -13,13 +13,16 @@ from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
+from transformers import AutoConfig
 
 from tokenformer.growth.plan import target_sizes
 from tokenformer.growth.report import GrowthReport
 from tokenformer.growth.tokens import TokenGrowth
 from tokenformer.growth.transformer import grow_transformer
-from tokenformer.models.configuration import TokenformerConfig, Tokens, TransformerConfig
-from tokenformer.models.language import TokenformerForCausalLM, TransformerForCausalLM
+from tokenformer.models.catalogue import MODELS
+from tokenformer.models.configuration import TransformerConfig
+from tokenformer.models.language import TransformerForCausalLM
+from tokenformer.models.projection_configuration import TokenConfig, Tokens
 
 REPORT = "growth.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -32,6 +35,7 @@ COMPANIONS = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "preprocessor_config.json",
 )
 """What belongs to a model folder and does not change when the model grows."""
 
@@ -69,7 +73,7 @@ def stored_tensors(folder: Path) -> Iterator[StoredTensors]:
 def grow_folder(
     source: Path,
     out: Path,
-    to: str | TokenformerConfig | None = None,
+    to: str | TokenConfig | None = None,
     *,
     init: str = "zero",
     scale: str | None = None,
@@ -77,11 +81,12 @@ def grow_folder(
     old_rate: float | None = None,
     **tokens: Tokens,
 ) -> GrowthReport:
-    """As `grow`, from the model folder `source` to `out`, with the tokenizer and the report."""
-    config = TokenformerConfig.from_pretrained(source)
+    """As `grow`, from the model folder `source` to `out`, with the tokenizer or image processor and
+    the report."""
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     sizes = target_sizes(config, to, tokens)
     growth = TokenGrowth(
-        TokenformerForCausalLM, config, sizes, init=init, scale=scale, seed=seed, old_rate=old_rate
+        MODELS[type(config)], config, sizes, init=init, scale=scale, seed=seed, old_rate=old_rate
     )
     with stored_tensors(source) as stored:
         tensors = growth.tensors(stored.__getitem__, stored.names)
@@ -107,7 +112,7 @@ def grow_transformer_folder(
 
 
 def save(model: Any, report: GrowthReport, source: Path, out: Path) -> None:
-    """The grown model with its report, and the tokenizer of the model folder it comes from."""
+    """The grown model with its report, and what belongs to the model folder it comes from."""
     model.save_pretrained(out)
     for name in COMPANIONS:
         if (source / name).exists():

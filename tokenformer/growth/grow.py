@@ -8,14 +8,15 @@ from typing import Any
 from tokenformer.growth import tokens
 from tokenformer.growth.report import GrowthReport
 from tokenformer.growth.transformer import METHODS, grow_transformer
-from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
+from tokenformer.models.configuration import TransformerConfig
+from tokenformer.models.projection_configuration import MatrixConfig, TokenConfig
 
 TOKENS = "tokens"
 
 
 def grow(
     model: Any,
-    to: str | TokenformerConfig | TransformerConfig | None = None,
+    to: str | TokenConfig | TransformerConfig | None = None,
     *,
     method: str | None = None,
     **options: Any,
@@ -29,7 +30,7 @@ def grow(
             the table in `growth/transformer.py`, by default `net2net`.
         **options: those of `tokens.grow` or `grow_transformer`.
     """
-    if isinstance(model.config, TransformerConfig):
+    if isinstance(model.config, MatrixConfig):
         if method == TOKENS:
             raise ValueError(
                 "method='tokens': a Transformer has no tokens to grow; "

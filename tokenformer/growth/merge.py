@@ -56,6 +56,11 @@ SAME = (
     "theta",
     "theta_eps",
     "tie_word_embeddings",
+    "image_size",
+    "patch_size",
+    "num_channels",
+    "pooling",
+    "num_labels",
 )
 """Options in which models that can be joined do not differ."""
 
@@ -117,8 +122,13 @@ def merge(
 
 def check_same(a: Any, b: Any) -> None:
     """Refuse models that cannot be joined, with all the differences in one line."""
-    names = [*SAME]
-    if a.config.positions == "learned":
+    if type(a.config) is not type(b.config):
+        raise ValueError(
+            f"a {type(a).__name__} and a {type(b).__name__} cannot be joined: they are of "
+            "different kinds"
+        )
+    names = [name for name in SAME if hasattr(a.config, name)]
+    if getattr(a.config, "positions", None) == "learned":
         names.append("max_position_embeddings")
     pairs = {name: (getattr(a.config, name), getattr(b.config, name)) for name in names}
     pairs["dtype"] = (a.dtype, b.dtype)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
-from tokenformer.models.configuration import PROJECTIONS, TokenformerConfig, Tokens
+from tokenformer.models.projection_configuration import PROJECTIONS, TokenConfig, Tokens
 
 Place = tuple[str, int]
 """A projection (q, k, v, o or ffn) and the number of its layer."""
@@ -20,7 +20,7 @@ TOKEN_OPTIONS = ("qkv_tokens", "output_tokens", "ffn_tokens", "q_tokens", "k_tok
 FIXED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
-def sizes_of(config: TokenformerConfig) -> Sizes:
+def sizes_of(config: TokenConfig) -> Sizes:
     return {
         (projection, layer): config.tokens(projection, layer)
         for projection in PROJECTIONS
@@ -29,7 +29,7 @@ def sizes_of(config: TokenformerConfig) -> Sizes:
 
 
 def target_sizes(
-    config: TokenformerConfig, to: str | TokenformerConfig | None, tokens: Mapping[str, Tokens]
+    config: TokenConfig, to: str | TokenConfig | None, tokens: Mapping[str, Tokens]
 ) -> Sizes:
     """The token counts asked for, by a size (a preset's name or a configuration) or one by one."""
     if (to is None) == (not tokens):
@@ -37,7 +37,7 @@ def target_sizes(
     if to is None:
         to = with_tokens(config, tokens)
     elif isinstance(to, str):
-        to = TokenformerConfig.from_preset(to)
+        to = type(config).from_preset(to)
     for name in FIXED:
         before, after = getattr(config, name), getattr(to, name)
         if before != after:
@@ -54,9 +54,7 @@ def target_sizes(
     return after
 
 
-def pruned_sizes(
-    config: TokenformerConfig, keep: float | None, tokens: Mapping[str, Tokens]
-) -> Sizes:
+def pruned_sizes(config: TokenConfig, keep: float | None, tokens: Mapping[str, Tokens]) -> Sizes:
     """The token counts to prune to: a share of every layer's, or one by one."""
     if (keep is None) == (not tokens):
         raise ValueError("give either a share to keep or numbers of tokens, such as ffn_tokens")
@@ -74,7 +72,7 @@ def pruned_sizes(
     return after
 
 
-def with_tokens(config: TokenformerConfig, tokens: Mapping[str, Tokens]) -> TokenformerConfig:
+def with_tokens(config: TokenConfig, tokens: Mapping[str, Tokens]) -> TokenConfig:
     """`config` with some of its token counts changed, and neither scales nor rates of its own."""
     for name in tokens:
         if name not in TOKEN_OPTIONS:
@@ -97,13 +95,13 @@ def share_of(size: int, share: float) -> int:
 
 
 def grown_config(
-    config: TokenformerConfig,
+    config: TokenConfig,
     sizes: Sizes,
     scales: Mapping[Place, float] | None = None,
     *,
     learned_scale: bool = False,
     rates: Mapping[Place, list[float]] | None = None,
-) -> TokenformerConfig:
+) -> TokenConfig:
     """`config` with other token counts and scales, and nothing else changed."""
     options = config.to_dict()
     layers = range(config.num_hidden_layers)

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenformer.growth.inputs import random_batch, run
 from tokenformer.layers.pattention import Pattention
 from tokenformer.ops.pattention import pattention
 
 ROWS = 32
-SEQUENCES, LENGTH = 2, 64
 
 Tokens = tuple[Tensor, Tensor, float]
 """Keys, values and scale."""
@@ -30,17 +30,14 @@ def layer_change(layer: Pattention, before: Tokens, after: Tokens, seed: int) ->
 
 @torch.no_grad()
 def output_change(before: Any, after: Any, seed: int) -> float:
-    """Largest change of a logit over random tokens, as a share of the largest logit."""
-    config = before.config
-    generator = torch.Generator().manual_seed(seed)
-    shape = (SEQUENCES, min(LENGTH, config.max_position_embeddings))
-    tokens = torch.randint(config.vocab_size, shape, generator=generator).to(before.device)
-    return relative_change(*(logits(model, tokens) for model in (before, after)))
+    """Largest change of a logit over random tokens or images, as a share of the largest logit."""
+    batch = random_batch(before, seed)
+    return relative_change(*(logits(model, batch) for model in (before, after)))
 
 
-def logits(model: Any, tokens: Tensor) -> Tensor:
+def logits(model: Any, batch: Tensor) -> Tensor:
     was_training = model.training
-    found = model.eval()(input_ids=tokens, use_cache=False).logits
+    found: Tensor = run(model.eval(), batch).logits
     model.train(was_training)
     return found
 

@@ -36,7 +36,7 @@ from tokenformer.growth.token_sets import (
 )
 from tokenformer.growth.tokens import TokenSet, layers_of
 from tokenformer.layers.pattention import Pattention
-from tokenformer.models.configuration import Tokens
+from tokenformer.models.projection_configuration import Tokens
 
 SCALES = ("measured", "frozen")
 
@@ -58,8 +58,9 @@ def prune(
 
     Args:
         model: a TokenFormer, grown before or not.
-        batches: token ids [B, T], of text such as the model is used on; better many times more
-            rows than a layer keeps tokens. Needed where more is to go than tokens with zero keys.
+        batches: token ids [B, T], or images [B, C, H, W], such as the model is used on; better many
+            times more rows than a layer keeps tokens. Needed where more is to go than tokens with
+            zero keys.
         keep: the share of every layer's tokens to keep, rounded up.
         scale: `measured`, as above, or `frozen`, left as it was.
         refit: whether the kept tokens' values are fitted to make up for the others.
@@ -81,7 +82,7 @@ def prune(
         return keep_tokens(model, kept, {}, scale="frozen")
     if batches is None:
         raise ValueError(need_of_data(losing[0], counts, idle))
-    batches = list(batches)  # of ids: small, and read twice
+    batches = list(batches)  # read twice
     found = token_statistics(model, batches)
     kept = {
         name: best(count, idle[name], found[name].contribution) for name, count in counts.items()

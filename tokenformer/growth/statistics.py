@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenformer.growth.inputs import KINDS, check_batch, run
 from tokenformer.growth.prefix import active_share
 from tokenformer.growth.tokens import layers_of
 from tokenformer.layers.pattention import Pattention
@@ -90,7 +91,7 @@ def attended(
 
 
 def token_statistics(model: Any, batches: Iterable[Tensor]) -> dict[str, TokenStatistics]:
-    """Statistics of every Pattention layer, by name, over batches of token ids [B, T]."""
+    """Statistics of every Pattention layer, by name, over batches of what it takes."""
     tallies = {name: Tally(module) for name, (_, module) in layers_of(model).items()}
     observe(model, batches, {name: tally.add for name, tally in tallies.items()})
     return {name: tally.result() for name, tally in tallies.items()}
@@ -111,13 +112,12 @@ def observe(
             )
             stack.callback(hook.remove)
         for batch in batches:
-            if not isinstance(batch, Tensor) or batch.ndim != 2 or batch.is_floating_point():
-                given = tuple(batch.shape) if isinstance(batch, Tensor) else type(batch).__name__
-                raise ValueError(f"batches must be of token ids [B, T], got {given}")
-            model.base_model(input_ids=batch.to(model.device), use_cache=False)
+            check_batch(model, batch)
+            run(model.base_model, batch.to(model.device))
             count += 1
     if not count:
-        raise ValueError("batches is empty; give at least one tensor of token ids [B, T]")
+        kind = KINDS[model.main_input_name]
+        raise ValueError(f"batches is empty; give at least one tensor of {kind}")
 
 
 @contextmanager

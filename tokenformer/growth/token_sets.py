@@ -19,7 +19,7 @@ from tokenformer.growth.report import GrowthReport, Part
 from tokenformer.growth.tokens import TokenSet, layers_of
 from tokenformer.layers.pattention import Pattention
 from tokenformer.models.accounting import count_parameters
-from tokenformer.models.configuration import TokenformerConfig
+from tokenformer.models.projection_configuration import TokenConfig
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Replacement:
 
 
 def check_tokenformer(model: Any, verb: str) -> None:
-    if not isinstance(getattr(model, "config", None), TokenformerConfig):
+    if not isinstance(getattr(model, "config", None), TokenConfig):
         raise TypeError(f"a TokenFormer's tokens {verb}, not a {type(model).__name__}'s")
 
 

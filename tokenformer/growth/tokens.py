@@ -33,7 +33,7 @@ from tokenformer.growth.probe import layer_change, output_change
 from tokenformer.growth.report import GrowthReport, Part
 from tokenformer.layers.pattention import Pattention
 from tokenformer.models.accounting import count_parameters
-from tokenformer.models.configuration import TokenformerConfig, Tokens
+from tokenformer.models.projection_configuration import TokenConfig, Tokens
 from tokenformer.models.seeds import named_seed
 
 INITS = ("zero", "random", "zero_value", "clone")
@@ -75,7 +75,7 @@ class Copies:
 
 def grow(
     model: Any,
-    to: str | TokenformerConfig | None = None,
+    to: str | TokenConfig | None = None,
     *,
     init: str = "zero",
     scale: str | None = None,
@@ -99,7 +99,7 @@ def grow(
         **tokens: instead of `to`, any of qkv_tokens, output_tokens, ffn_tokens, q_tokens, k_tokens
             and v_tokens: an int, or one per layer.
     """
-    if not isinstance(model.config, TokenformerConfig):
+    if not isinstance(model.config, TokenConfig):
         raise TypeError(f"tokens grow in a TokenFormer, not in a {type(model).__name__}")
     state = model.state_dict()
     sizes = target_sizes(model.config, to, tokens)
@@ -120,7 +120,7 @@ class TokenGrowth:
     def __init__(
         self,
         model_class: Any,
-        config: TokenformerConfig,
+        config: TokenConfig,
         sizes: Sizes,
         *,
         init: str,
@@ -145,7 +145,7 @@ class TokenGrowth:
         self.layers = layers_of(self.blank)
 
     @property
-    def config(self) -> TokenformerConfig:
+    def config(self) -> TokenConfig:
         """The larger model's, once its tensors are made."""
         return grown_config(
             self.before, self.sizes, self.scales, learned_scale=self.learned, rates=self.rates
@@ -299,7 +299,7 @@ GROW = {
 }
 
 
-def check(config: TokenformerConfig, sizes: Sizes, init: str, scale: str | None) -> None:
+def check(config: TokenConfig, sizes: Sizes, init: str, scale: str | None) -> None:
     if init not in GROW:
         raise ValueError(f"init={init!r} is unknown; choose one of {', '.join(GROW)}")
     if scale is not None and scale not in SCALES:
@@ -318,7 +318,7 @@ def check(config: TokenformerConfig, sizes: Sizes, init: str, scale: str | None)
             )
 
 
-def is_frozen(config: TokenformerConfig) -> bool:
+def is_frozen(config: TokenConfig) -> bool:
     return any(0 in (config.row_rates(*place) or []) for place in sizes_of(config))
 
 

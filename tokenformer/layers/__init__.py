@@ -2,19 +2,23 @@
 
 from tokenformer.layers.attention import Attention
 from tokenformer.layers.block import ParallelBlock, SequentialBlock
+from tokenformer.layers.drop_path import DropPath
 from tokenformer.layers.mlp import GeluMLP, SwiGLU
 from tokenformer.layers.norm import LayerNorm, RMSNorm
+from tokenformer.layers.patches import PatchEmbedding
 from tokenformer.layers.pattention import Pattention
 from tokenformer.layers.positions import LearnedPositions, NoPositions, RotaryPositions
 from tokenformer.layers.transformer import TokenformerDecoderLayer, TokenformerEncoderLayer
 
 __all__ = [
     "Attention",
+    "DropPath",
     "GeluMLP",
     "LayerNorm",
     "LearnedPositions",
     "NoPositions",
     "ParallelBlock",
+    "PatchEmbedding",
     "Pattention",
     "RMSNorm",
     "RotaryPositions",

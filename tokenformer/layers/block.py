@@ -5,24 +5,34 @@ from typing import Any
 from torch import Tensor, nn
 
 from tokenformer.layers.attention import Attention
+from tokenformer.layers.drop_path import DropPath
 
 
 class SequentialBlock(nn.Module):
-    """x + attention(norm(x)), and on its result x + ffn(norm(x)): the paper's equations 4 and 5."""
+    """x + attention(norm(x)), and on its result x + ffn(norm(x)): the paper's equations 4 and 5.
+
+    `drop_path` is the chance that a branch is left out for a sample in training.
+    """
 
     def __init__(
-        self, attention: Attention, ffn: nn.Module, attention_norm: nn.Module, ffn_norm: nn.Module
+        self,
+        attention: Attention,
+        ffn: nn.Module,
+        attention_norm: nn.Module,
+        ffn_norm: nn.Module,
+        drop_path: float = 0.0,
     ) -> None:
         super().__init__()
         self.attention_norm = attention_norm
         self.attention = attention
         self.ffn_norm = ffn_norm
         self.ffn = ffn
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         """x [B, T, d]; `options` go to the attention."""
-        x = x + self.attention(self.attention_norm(x), **options)[0]
-        return x + self.ffn(self.ffn_norm(x))
+        x = x + self.drop_path(self.attention(self.attention_norm(x), **options)[0])
+        return x + self.drop_path(self.ffn(self.ffn_norm(x)))
 
 
 class ParallelBlock(SequentialBlock):
@@ -30,4 +40,4 @@ class ParallelBlock(SequentialBlock):
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         attended = self.attention(self.attention_norm(x), **options)[0]
-        return x + attended + self.ffn(self.ffn_norm(x))
+        return x + self.drop_path(attended) + self.drop_path(self.ffn(self.ffn_norm(x)))

@@ -1,4 +1,4 @@
-"""What a language model costs: parameters, FLOPs and memory, by arithmetic on its configuration.
+"""What a model costs: parameters, FLOPs and memory, by arithmetic on its configuration.
 
 The paper's table of formulas (section 4.1), for both families and every option of ours:
 
@@ -16,13 +16,11 @@ import math
 from bisect import bisect_left
 from dataclasses import fields
 
-from tokenformer.models.configuration import (
-    PROJECTIONS,
-    LanguageConfig,
-    TokenformerConfig,
-    TransformerConfig,
-)
+from tokenformer.models.block_configuration import BlockConfig
+from tokenformer.models.configuration import LanguageConfig, TokenformerConfig, TransformerConfig
 from tokenformer.models.presets import TRANSFORMER_PRESETS
+from tokenformer.models.projection_configuration import PROJECTIONS, MatrixConfig, TokenConfig
+from tokenformer.models.vision_configuration import VisionConfig
 
 FLOAT_BYTES = 4
 INDEX_BYTES = 8
@@ -32,14 +30,14 @@ GROWTH_SIZES = tuple(TRANSFORMER_PRESETS)
 """The four sizes the paper grows through, each with a Transformer of its own."""
 
 
-def count_parameters(config: LanguageConfig) -> dict[str, int]:
+def count_parameters(config: LanguageConfig | VisionConfig) -> dict[str, int]:
     """Learned numbers by part; a part the model does not have counts zero."""
-    d, vocabulary = config.hidden_size, config.vocab_size
-    learned_positions = config.positions == "learned"
-    learned_scales = isinstance(config, TokenformerConfig) and config.learned_scale
+    d = config.hidden_size
+    learned_scales = isinstance(config, TokenConfig) and config.learned_scale
+    ends = _image_ends(config) if isinstance(config, VisionConfig) else _text_ends(config)
     return {
-        "embedding": vocabulary * d,
-        "positions": config.max_position_embeddings * d if learned_positions else 0,
+        "embedding": ends["embedding"],
+        "positions": ends["positions"],
         **_projection_parameters(config),
         "scales": len(PROJECTIONS) * config.num_hidden_layers if learned_scales else 0,
         "norms": d
@@ -47,7 +45,26 @@ def count_parameters(config: LanguageConfig) -> dict[str, int]:
             2 * config.num_hidden_layers * _norm_vectors(config.norm_parameters)
             + _norm_vectors(config.final_norm_parameters)
         ),
+        "head": ends["head"],
+    }
+
+
+def _text_ends(config: LanguageConfig) -> dict[str, int]:
+    d, vocabulary = config.hidden_size, config.vocab_size
+    return {
+        "embedding": vocabulary * d,
+        "positions": config.max_position_embeddings * d if config.positions == "learned" else 0,
         "head": 0 if config.tie_word_embeddings else vocabulary * d,
+    }
+
+
+def _image_ends(config: VisionConfig) -> dict[str, int]:
+    """Patches and head have biases; the class token is booked with the patches."""
+    d = config.hidden_size
+    return {
+        "embedding": d * (config.patch_channels + 1 + config.class_tokens),
+        "positions": d * config.num_positions,
+        "head": config.num_labels * (d + 1),
     }
 
 
@@ -57,17 +74,35 @@ def forward_flops(config: LanguageConfig, length: int) -> dict[str, int]:
     A multiply-add counts two. Attention is counted over all pairs of tokens, as in the paper; a
     causal kernel may skip half of them.
     """
-    d, layers = config.hidden_size, config.num_hidden_layers
+    head = 2 * config.vocab_size * config.hidden_size * length
+    return {**_block_flops(config, length), "head": head}
+
+
+def image_forward_flops(config: VisionConfig) -> dict[str, int]:
+    """FLOPs of the forward pass of one image of the model's own size, by part."""
+    d, patches = config.hidden_size, config.grid_size**2
+    return {
+        "embedding": 2 * config.patch_channels * d * patches,
+        **_block_flops(config, config.num_positions),
+        "head": 2 * config.num_labels * d,
+    }
+
+
+def image_training_flops(config: VisionConfig) -> dict[str, int]:
+    """FLOPs of forward and backward of one image; see `training_flops`."""
+    return {part: 3 * flops for part, flops in image_forward_flops(config).items()}
+
+
+def _block_flops(config: BlockConfig, length: int) -> dict[str, int]:
     # Every weight of a projection, key and value tokens included, meets every token once.
     projections = {
         part: 2 * weights * length for part, weights in _projection_parameters(config).items()
     }
     return {
         "qkv": projections["qkv"],
-        "token_token": 4 * layers * d * length**2,
+        "token_token": 4 * config.num_hidden_layers * config.hidden_size * length**2,
         "output": projections["output"],
         "ffn": projections["ffn"],
-        "head": 2 * config.vocab_size * d * length,
     }
 
 
@@ -77,7 +112,7 @@ def training_flops(config: LanguageConfig, length: int) -> dict[str, int]:
     return {part: 3 * flops for part, flops in forward_flops(config, length).items()}
 
 
-def state_bytes(config: LanguageConfig) -> dict[str, int]:
+def state_bytes(config: LanguageConfig | VisionConfig) -> dict[str, int]:
     """Bytes of what lasts from step to step in fp32 training with AdamW: 16 per parameter."""
     parameters = sum(count_parameters(config).values())
     return {
@@ -154,18 +189,15 @@ def _has_shape(config: TokenformerConfig, other: TokenformerConfig) -> bool:
     return shape(config) == shape(other)
 
 
-def _tokens_by_layer(config: TokenformerConfig, projection: str) -> list[int]:
+def _tokens_by_layer(config: TokenConfig, projection: str) -> list[int]:
     return [config.tokens(projection, layer) for layer in range(config.num_hidden_layers)]
 
 
 def _transformer_like(config: TokenformerConfig, heads: int) -> TransformerConfig:
     """The Transformer with so many heads and the rest of its options as in `config`."""
     own = {"hidden_size", "num_attention_heads", "num_key_value_heads"}
-    shared = [
-        field.name
-        for field in fields(LanguageConfig)
-        if field.name in LanguageConfig.__annotations__ and field.name not in own
-    ]
+    ours = BlockConfig.__annotations__ | LanguageConfig.__annotations__
+    shared = [f.name for f in fields(LanguageConfig) if f.name in ours and f.name not in own]
     group = config.hidden_size // config.key_value_size
     return TransformerConfig(
         **{name: getattr(config, name) for name in shared},
@@ -175,16 +207,16 @@ def _transformer_like(config: TokenformerConfig, heads: int) -> TransformerConfi
     )
 
 
-def _projection_parameters(config: LanguageConfig) -> dict[str, int]:
+def _projection_parameters(config: BlockConfig) -> dict[str, int]:
     """The weights of the five learned maps, all layers together."""
     d, kv, layers = config.hidden_size, config.key_value_size, config.num_hidden_layers
-    if isinstance(config, TransformerConfig):
+    if isinstance(config, MatrixConfig):
         return {
             "qkv": layers * d * (d + 2 * kv),
             "output": layers * d * d,
             "ffn": layers * d * config.intermediate_size * (3 if config.mlp == "swiglu" else 2),
         }
-    if not isinstance(config, TokenformerConfig):
+    if not isinstance(config, TokenConfig):
         raise TypeError(
             f"config is a {type(config).__name__}; give a TokenformerConfig or TransformerConfig"
         )

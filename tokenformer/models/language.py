@@ -1,99 +1,36 @@
 """The causal language models: TokenFormer and, in the same code, its plain-Transformer twin.
 
 Both are native Hugging Face models: `from_pretrained`, `save_pretrained`, `generate`, Trainer,
-gradient checkpointing and attention by name work as for any other. They differ in one function,
-`projections`, which builds the five learned maps of a layer.
+gradient checkpointing and attention by name work as for any other.
 
     config = TokenformerConfig.from_preset("124m")
     model = TokenformerForCausalLM(config)
     logits = model(input_ids).logits            # [B, T] -> [B, T, vocab_size]
 """
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from tokenformer.layers import (
-    Attention,
-    GeluMLP,
-    LayerNorm,
-    LearnedPositions,
-    NoPositions,
-    ParallelBlock,
-    Pattention,
-    RotaryPositions,
-    SequentialBlock,
-    SwiGLU,
+from tokenformer.layers import LearnedPositions, NoPositions, RotaryPositions
+from tokenformer.models.backbone import (
+    BlockPreTrainedModel,
+    Projections,
+    make_layer,
+    make_norm,
+    tokenformer_projections,
+    transformer_projections,
 )
-from tokenformer.layers.norm import NORMS
 from tokenformer.models.configuration import LanguageConfig, TokenformerConfig, TransformerConfig
-
-
-class NamedAttention(Attention):
-    """Attention whose kernel is looked up by name: sdpa, eager, flash_attention_2, ..."""
-
-    def __init__(self, *projections: nn.Module, config: LanguageConfig, layer_idx: int) -> None:
-        super().__init__(
-            *projections,
-            head_dim=config.head_dim,
-            num_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            is_causal=True,
-            layer_idx=layer_idx,
-        )
-        self.config = config
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        kernel: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention
-        )
-        return kernel(self, query, key, value, attention_mask, scaling=self.scaling, **options)
-
-
-def eager_attention(
-    module: NamedAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """The plain formula; the only kernel that returns the attention weights."""
-    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
-    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
-    scores = query @ key.transpose(-1, -2) * scaling  # [B, H, T, S]
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    wide = torch.promote_types(query.dtype, torch.float32)
-    weights = torch.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
-    return (weights @ value).transpose(1, 2), weights
-
-
-class SequentialLayer(GradientCheckpointingLayer, SequentialBlock):
-    pass
-
-
-class ParallelLayer(GradientCheckpointingLayer, ParallelBlock):
-    pass
-
-
-LAYERS = {"sequential": SequentialLayer, "parallel": ParallelLayer}
 
 
 def make_positions(config: LanguageConfig) -> nn.Module:
@@ -104,85 +41,29 @@ def make_positions(config: LanguageConfig) -> nn.Module:
     return NoPositions()
 
 
-class LanguagePreTrainedModel(PreTrainedModel):
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar = ["SequentialLayer", "ParallelLayer"]
+class LanguagePreTrainedModel(BlockPreTrainedModel):
     _skip_keys_device_placement: ClassVar = ["past_key_values"]
-    _supports_flash_attn = True
-    _supports_sdpa = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
-    _can_compile_fullgraph = True
-    _can_record_outputs: ClassVar = {"hidden_states": SequentialBlock, "attentions": Attention}
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """As released: keys, embeddings and matrices `initializer_range`; values, and the matrices
-        that write to the residual stream, 2 / (L sqrt(d)). As in the paper's own figures: keys
-        1/sqrt(d), values 1/sqrt(n), matrices 1/sqrt(fan in)."""
-        released = self.config.variant == "released"
-        std = self.config.initializer_range
-        if isinstance(module, Pattention):
-            key_std, value_std = self.token_deviations(module)
-            init.normal_(module.key_tokens, std=key_std)
-            init.normal_(module.value_tokens, std=value_std)
-            if isinstance(module.scale_tokens, nn.Parameter):
-                init.constant_(module.scale_tokens, module.first_scale)
-        elif isinstance(module, nn.Linear):
-            writes = hasattr(module, "writes_to_residual")
-            released_std = self.residual_deviation if writes else std
-            init.normal_(module.weight, std=released_std if released else module.in_features**-0.5)
-        elif isinstance(module, nn.Embedding):
-            init.normal_(module.weight, std=std)
-        elif isinstance(module, LayerNorm):
-            if module.weight is not None:
-                init.ones_(module.weight)
-            if module.bias is not None:
-                init.zeros_(module.bias)
-
-    def token_deviations(self, layer: Pattention) -> tuple[float, float]:
-        """Of the keys and of the values that a layer begins with."""
-        if self.config.variant == "released":
-            return self.config.initializer_range, self.residual_deviation
-        return layer.in_features**-0.5, layer.num_tokens**-0.5
-
-    @property
-    def residual_deviation(self) -> float:
-        deviation: float = 2 / (self.config.num_hidden_layers * self.config.hidden_size**0.5)
-        return deviation
 
 
 class LanguageModel(LanguagePreTrainedModel):
     """Embedding, blocks and final norm, without a head."""
 
-    projections: Callable[[Any, int], list[nn.Module]]
-    """(config, layer) -> q, k, v, o and the feed-forward map: all in which the models differ."""
+    projections: Projections
+    """All in which the models differ."""
 
     def __init__(self, config: LanguageConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions = make_positions(config)
         self.layers = nn.ModuleList(
-            [self._make_layer(config, index) for index in range(config.num_hidden_layers)]
+            [
+                make_layer(config, self.projections, index, is_causal=True)
+                for index in range(config.num_hidden_layers)
+            ]
         )
-        self.norm = NORMS[config.norm](
-            config.hidden_size, parameters=config.final_norm_parameters, eps=config.norm_eps
-        )
+        self.norm = make_norm(config, config.final_norm_parameters)
         self.gradient_checkpointing = False
         self.post_init()
-
-    def _make_layer(self, config: LanguageConfig, index: int) -> nn.Module:
-        *attention, ffn = self.projections(config, index)
-        norms = [
-            NORMS[config.norm](
-                config.hidden_size, parameters=config.norm_parameters, eps=config.norm_eps
-            )
-            for _ in range(2)
-        ]
-        return LAYERS[config.residual](
-            NamedAttention(*attention, config=config, layer_idx=index), ffn, *norms
-        )
 
     @merge_with_config_defaults
     @capture_outputs
@@ -282,41 +163,6 @@ def make_position_ids(embeds: Tensor, mask: Any, past_key_values: Cache | None) 
     if isinstance(mask, Tensor) and mask.ndim == 2:  # of what was seen, what is new, and maybe more
         return (mask.long().cumsum(-1) - 1).clamp_min(0)[:, places]  # [B, T]
     return places.unsqueeze(0)  # [1, T]
-
-
-def tokenformer_projections(config: TokenformerConfig, layer: int) -> list[nn.Module]:
-    d, kv = config.hidden_size, config.key_value_size
-
-    def tokens(name: str, out_features: int) -> Pattention:
-        scale = config.scale(name, layer)
-        made = Pattention(
-            d,
-            out_features,
-            config.tokens(name, layer),
-            theta=config.theta,
-            scale_tokens=nn.Parameter(torch.tensor([scale])) if config.learned_scale else scale,
-            approximate=config.approximate,
-            eps=config.theta_eps,
-        )
-        made.first_scale = scale  # for `_init_weights`, where the parameter has no value yet
-        return made
-
-    return [tokens("q", d), tokens("k", kv), tokens("v", kv), tokens("o", d), tokens("ffn", d)]
-
-
-def transformer_projections(config: TransformerConfig, layer: int) -> list[nn.Module]:
-    d, kv = config.hidden_size, config.key_value_size
-    ffn = (
-        SwiGLU(d, config.intermediate_size)
-        if config.mlp == "swiglu"
-        else GeluMLP(d, config.intermediate_size, config.approximate)
-    )
-    q, k, v, o = (nn.Linear(d, size, bias=False) for size in (d, kv, kv, d))
-    for writer in (o, ffn.down):
-        # `_init_weights` sees a matrix without its surroundings, and is not called for modules that
-        # own no parameters.
-        writer.writes_to_residual = True  # type: ignore[assignment]
-    return [q, k, v, o, ffn]
 
 
 class TokenformerModel(LanguageModel):

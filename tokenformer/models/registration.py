@@ -1,10 +1,9 @@
 """Makes transformers' Auto classes know our models, without importing transformers for it.
 
-`models/configuration.py` and `models/language.py` register their classes when they are imported.
-But a user who says `import tokenformer` and then `AutoModelForCausalLM.from_pretrained(...)`
-imports neither, and importing them for every `tokenformer --help` would cost seconds. So they are
-imported right after transformers' own auto modules: at once if those are loaded, else by an import
-hook.
+The modules below register their classes when they are imported. But a user who says `import
+tokenformer` and then `AutoModelForCausalLM.from_pretrained(...)` imports none of them, and
+importing them for every `tokenformer --help` would cost seconds. So they are imported right after
+transformers' own auto modules: at once if those are loaded, else by an import hook.
 
 `transformers.modeling_layers`, which every model of transformers imports, itself imports the auto
 modules halfway, and ours need it whole. So the followers wait until no leader is half loaded.
@@ -18,10 +17,13 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import ClassVar
 
+CONFIGURATIONS = ("tokenformer.models.configuration", "tokenformer.models.vision_configuration")
+MODELS = ("tokenformer.models.language", "tokenformer.models.vision")
 FOLLOWERS = {
-    "transformers.models.auto.configuration_auto": "tokenformer.models.configuration",
-    "transformers.models.auto.modeling_auto": "tokenformer.models.language",
-    "transformers.modeling_layers": "tokenformer.models.language",
+    "transformers.models.auto.configuration_auto": CONFIGURATIONS,
+    "transformers.models.auto.modeling_auto": MODELS,
+    "transformers.modeling_layers": MODELS,
+    "transformers.models.auto.image_processing_auto": ("tokenformer.models.image_processing",),
 }
 
 
@@ -59,9 +61,10 @@ class _AutoModuleFinder(importlib.abc.MetaPathFinder):
 
 
 def _import_followers() -> None:
-    for leader, follower in FOLLOWERS.items():
+    for leader, followers in FOLLOWERS.items():
         if leader in sys.modules:
-            importlib.import_module(follower)
+            for follower in followers:
+                importlib.import_module(follower)
 
 
 def register_when_imported() -> None:

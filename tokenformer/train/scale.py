@@ -14,7 +14,7 @@ import torch
 
 from tokenformer.growth.plan import Place, grown_config, sizes_of
 from tokenformer.growth.tokens import layers_of
-from tokenformer.models.configuration import PROJECTIONS
+from tokenformer.models.projection_configuration import PROJECTIONS
 
 
 class ScaleAnneal:

@@ -19,8 +19,9 @@ from tokenformer.convert.pretrained.report import ConversionReport, ConvertedMap
 from tokenformer.convert.pretrained.statistics import PlainNorm, layer_inputs
 from tokenformer.convert.pretrained.translation import Settings, Translation, translate
 from tokenformer.growth.assembly import assemble
-from tokenformer.models.configuration import PROJECTIONS, TokenformerConfig
+from tokenformer.models.configuration import TokenformerConfig
 from tokenformer.models.language import TokenformerForCausalLM
+from tokenformer.models.projection_configuration import PROJECTIONS
 from tokenformer.ops.pattention import pattention
 
 RANDOM_SHAPE = (8, 128)

@@ -1,0 +1,182 @@
+"""Image sets of every kind, from real files; broken ones are named."""
+
+import gzip
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tokenformer.data.errors import DataError
+from tokenformer.data.image_formats import cifar_images, read_idx
+from tokenformer.data.image_sources import FASHION, load_images
+from tokenformer.data.images import ArrayImages, FileImages
+
+
+def write_tree(folder: Path, *, splits: tuple[str, ...] = ("train", "val")) -> None:
+    """Two classes, red and blue, of pictures of different sizes and kinds."""
+    for split in splits:
+        for name, colour in (("blue", (0, 0, 255)), ("red", (255, 0, 0))):
+            home = folder / split / name
+            home.mkdir(parents=True)
+            for number, suffix in enumerate(("png", "JPEG", "bmp")):
+                size = (10 + number, 8)
+                Image.new("RGB", size, colour).save(home / f"{number}.{suffix}")
+            (home / "notes.txt").write_text("not an image")
+
+
+def write_idx(path: Path, array: np.ndarray, *, zipped: bool = False) -> None:
+    data = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    data += array.astype(np.uint8).tobytes()
+    path.write_bytes(gzip.compress(data) if zipped else data)
+
+
+def test_a_tree_of_images(tmp_path: Path) -> None:
+    write_tree(tmp_path)
+    splits = load_images(str(tmp_path))
+    assert splits.classes == ["blue", "red"]
+    assert len(splits.train) == len(splits.held_out) == 6
+    pixels, label = splits.train.picture(0)
+    assert (pixels.shape, label) == ((8, 10, 3), 0)
+    assert (pixels == (0, 0, 255)).all()
+    pixels, label = splits.train.picture(4)  # a JPEG, nearly red
+    assert label == 1
+    assert np.abs(pixels.astype(int) - (255, 0, 0)).max() < 5
+
+
+def test_a_tree_without_splits_is_divided_the_same_way_always(tmp_path: Path) -> None:
+    write_tree(tmp_path, splits=(".",))
+    one, two = (load_images(str(tmp_path), held_out_share=0.34) for _ in range(2))
+    assert one.train.places == two.train.places
+    assert len(one.held_out) == 2
+    assert sorted([*one.train.places, *one.held_out.places]) == list(range(6))
+
+
+def test_other_classes_in_the_held_out_split_are_refused(tmp_path: Path) -> None:
+    write_tree(tmp_path)
+    (tmp_path / "val" / "red").rename(tmp_path / "val" / "green")
+    with pytest.raises(DataError, match="val has other classes than train: green, red"):
+        load_images(str(tmp_path))
+
+
+def test_broken_images_are_named_or_skipped(tmp_path: Path) -> None:
+    write_tree(tmp_path)
+    broken = tmp_path / "train" / "blue" / "1.JPEG"
+    broken.write_bytes(broken.read_bytes()[:200])
+    (tmp_path / "train" / "blue" / "2.bmp").write_text("<html>404</html>")
+    refusing = load_images(str(tmp_path)).train
+    refusing.picture(0)
+    for place, name in ((1, "1.JPEG"), (2, "2.bmp")):
+        with pytest.raises(DataError, match=f"{name} cannot be read as an image"):
+            refusing.picture(place)
+    skipping = load_images(str(tmp_path), on_corrupt="skip").train
+    pixels, label = skipping.picture(1)  # the next that can be read, and its class
+    assert label == 1
+    assert (pixels == refusing.picture(3)[0]).all()
+    assert {path.name for path in skipping.skipped} == {"1.JPEG", "2.bmp"}
+    with pytest.raises(DataError, match="on_corrupt='ignore' is unknown; choose refuse or skip"):
+        load_images(str(tmp_path), on_corrupt="ignore")
+
+
+def test_a_tree_without_a_readable_image_does_not_loop_for_ever(tmp_path: Path) -> None:
+    home = tmp_path / "train" / "a"
+    home.mkdir(parents=True)
+    (home / "x.png").write_text("no")
+    pictures = FileImages([home / "x.png"], [0], ["a"], "skip")
+    with pytest.raises(DataError, match=r"x.png and all after it cannot be read"):
+        pictures.picture(0)
+
+
+def test_fashion_mnist(real_data) -> None:
+    splits = load_images(str(real_data("image/fashion-mnist")))
+    assert (len(splits.train), len(splits.held_out)) == (60_000, 10_000)
+    assert splits.classes == FASHION
+    pixels, label = splits.held_out.picture(0)
+    assert pixels.shape == (28, 28, 1)
+    assert splits.classes[label] == "Ankle boot"  # as its authors print the first test image
+    assert np.bincount(splits.train.labels).tolist() == [6000] * 10
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_idx_files_are_read_and_torn_ones_refused(tmp_path: Path, zipped: bool) -> None:
+    path = tmp_path / "train-images-idx3-ubyte"
+    array = np.arange(24).reshape(2, 3, 4)
+    write_idx(path, array, zipped=zipped)
+    assert (read_idx(path) == array).all()
+    data = path.read_bytes()
+    path.write_bytes(data[:-3])
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte (is torn|cannot be read)"):
+        read_idx(path)
+    path.write_bytes(b"PK\3\4" + data)
+    with pytest.raises(DataError, match="is not an IDX file of bytes: it begins with 504b0304"):
+        read_idx(path)
+    with pytest.raises(DataError, match="lacks the images or the labels of train"):
+        load_images(str(tmp_path))
+
+
+@pytest.mark.parametrize("classes", [10, 100])
+def test_cifar_files(tmp_path: Path, classes: int) -> None:
+    random = np.random.default_rng(0)
+    planes = random.integers(256, size=(6, 3, 32, 32), dtype=np.uint8)
+    labels = random.integers(classes, size=6, dtype=np.uint8)
+    before = [labels[:, None] // 5] if classes == 100 else []
+    records = np.concatenate([*before, labels[:, None], planes.reshape(6, -1)], axis=1)
+    records = records.astype(np.uint8)
+    names = [f"class-{i}" for i in range(classes)]
+    if classes == 10:
+        (tmp_path / "batches.meta.txt").write_text("\n".join(names))
+        (tmp_path / "data_batch_1.bin").write_bytes(records[:2].tobytes())
+        (tmp_path / "data_batch_2.bin").write_bytes(records[2:4].tobytes())
+        (tmp_path / "test_batch.bin").write_bytes(records[4:].tobytes())
+    else:
+        (tmp_path / "fine_label_names.txt").write_text("\n".join(names))
+        (tmp_path / "train.bin").write_bytes(records[:4].tobytes())
+        (tmp_path / "test.bin").write_bytes(records[4:].tobytes())
+    splits = load_images(str(tmp_path))
+    assert (len(splits.train), len(splits.held_out)) == (4, 2)
+    assert splits.classes == names
+    pixels, label = splits.train.picture(3)
+    assert label == labels[3]
+    assert (pixels == planes[3].transpose(1, 2, 0)).all()
+    (tmp_path / "x.bin").write_bytes(b"1234567")
+    with pytest.raises(DataError, match=r"is torn: 7 bytes"):
+        cifar_images([tmp_path / "x.bin"], names)
+
+
+def test_saved_datasets(tmp_path: Path) -> None:
+    import datasets
+
+    features = datasets.Features(
+        {"id": datasets.Value("int64"), "img": datasets.Image(),
+         "kind": datasets.ClassLabel(names=["dark", "light"])}
+    )  # fmt: skip
+    rows = {
+        "id": [1, 2, 3, 4],
+        "img": [Image.new("L", (6, 5), shade) for shade in (0, 250, 10, 240)],
+        "kind": [0, 1, 0, 1],
+    }
+    saved = datasets.Dataset.from_dict(rows, features=features)
+    datasets.DatasetDict({"train": saved, "test": saved.select([3])}).save_to_disk(tmp_path)
+    splits = load_images(str(tmp_path))
+    assert splits.classes == ["dark", "light"]
+    pixels, label = splits.held_out.picture(0)
+    assert (pixels.shape, label, int(pixels.mean())) == ((5, 6, 1), 1, 240)
+
+
+def test_digits_need_no_download():
+    splits = load_images("digits")
+    assert (len(splits.train), len(splits.held_out)) == (1617, 180)
+    pixels, _ = splits.train.picture(0)
+    assert pixels.shape == (8, 8, 1)
+    assert pixels.max() == 255
+    assert len(splits.classes) == 10
+
+
+def test_what_holds_no_images_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no images: neither IDX nor CIFAR"):
+        load_images(str(tmp_path))
+    with pytest.raises(DataError, match="3 images have 2 labels"):
+        ArrayImages(np.zeros((3, 2, 2, 1), np.uint8), np.zeros(2))
+    with pytest.raises(DataError, match="a label is 7, but there are 2 classes"):
+        ArrayImages(np.zeros((1, 2, 2, 1), np.uint8), np.array([7]), ["a", "b"])

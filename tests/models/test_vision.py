@@ -1,0 +1,301 @@
+"""The image classifiers: sizes, shapes, conventions of timm and Hugging Face."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForImageClassification,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+
+import tokenformer
+from tokenformer.models.accounting import (
+    count_parameters,
+    image_forward_flops,
+    image_training_flops,
+)
+from tokenformer.models.catalogue import MODELS
+
+WITHOUT_FINAL_NORM = {
+    ("tokenformer", "base-match"): 86_446_312,
+    ("tokenformer", "base"): 114_757_864,
+    ("tokenformer", "large-match"): 304_005_096,
+    ("tokenformer", "large"): 404_668_392,
+    ("transformer", "base"): 86_446_312,
+    ("transformer", "large"): 304_005_096,
+}
+
+
+def config_class(family: str) -> Any:
+    return {
+        "tokenformer": tokenformer.TokenformerVisionConfig,
+        "transformer": tokenformer.TransformerVisionConfig,
+    }[family]
+
+
+def make(family: str, **options: Any) -> Any:
+    """A tiny classifier of 12 x 12 images, with weights large enough to move the logits."""
+    shape = {
+        "image_size": 12,
+        "patch_size": 4,
+        "num_channels": 2,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_classes": 5,
+    }
+    torch.manual_seed(0)
+    config = config_class(family)(**{**shape, **options})
+    model = MODELS[type(config)](config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)
+    return model
+
+
+def images(size: int = 12, count: int = 3) -> torch.Tensor:
+    return torch.randn(count, 2, size, size, generator=torch.Generator().manual_seed(1)).double()
+
+
+@pytest.mark.parametrize(("family", "name"), WITHOUT_FINAL_NORM)
+def test_presets_have_the_published_sizes(family: str, name: str) -> None:
+    config = config_class(family).from_preset(name)
+    with torch.device("meta"):
+        built = MODELS[type(config)](config).num_parameters()
+    assert built == WITHOUT_FINAL_NORM[family, name] + 2 * config.hidden_size
+    assert built == sum(count_parameters(config).values())
+
+
+def test_every_preset_is_checked():
+    of_tokens = {("tokenformer", name) for name in tokenformer.TokenformerVisionConfig.presets}
+    of_matrices = {("transformer", name) for name in tokenformer.TransformerVisionConfig.presets}
+    assert of_tokens | of_matrices == WITHOUT_FINAL_NORM.keys()
+
+
+@pytest.mark.parametrize("pooling", ["class", "mean"])
+def test_counts_follow_the_options(family: str, pooling: str) -> None:
+    model = make(family, pooling=pooling, norm_parameters="bias", final_norm_parameters="weight")
+    assert sum(count_parameters(model.config).values()) == model.num_parameters()
+
+
+def test_flops_agree_with_the_counter(family: str) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = make(family, attn_implementation="eager").float()
+    with FlopCounterMode(display=False) as counter:
+        model(images().float())
+    assert counter.get_total_flops() == 3 * sum(image_forward_flops(model.config).values())
+    assert sum(image_training_flops(model.config).values()) == 3 * sum(
+        image_forward_flops(model.config).values()
+    )
+
+
+@pytest.mark.parametrize("pooling", ["class", "mean"])
+def test_the_head_classifies_what_is_pooled(family: str, pooling: str) -> None:
+    model = make(family, pooling=pooling)
+    features = model.forward_features(images())
+    assert features.shape == (3, 10 if pooling == "class" else 9, 16)
+    pooled = features[:, 0] if pooling == "class" else features.mean(1)
+    expected = pooled @ model.classifier.weight.T + model.classifier.bias
+    torch.testing.assert_close(model(images()).logits, expected)
+    torch.testing.assert_close(model.forward_head(features), expected)
+
+
+def test_every_patch_sees_every_other(family: str) -> None:
+    """No causal mask: the last patch moves the first patch's features, and the reverse."""
+    model = make(family, pooling="mean")
+    for changed, seen in ((8, 0), (0, 8)):
+        batch = images()
+        row, column = divmod(changed, 3)
+        before = model.forward_features(batch)[:, seen]
+        batch[:, :, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4] += 1
+        assert (model.forward_features(batch)[:, seen] - before).abs().min() > 1e-6
+
+
+def test_positions_tell_patches_apart(family: str) -> None:
+    """Swapping two patches moves the mean; without positions it would not."""
+    model, batch = make(family, pooling="mean"), images()
+    swapped = batch.clone()
+    swapped[..., 0:4, 0:4], swapped[..., 8:12, 8:12] = batch[..., 8:12, 8:12], batch[..., 0:4, 0:4]
+    difference = (model(batch).logits - model(swapped).logits).abs().max()
+    assert difference > 1e-3
+    with torch.no_grad():
+        model.model.embed_patches.positions.zero_()
+    torch.testing.assert_close(model(batch).logits, model(swapped).logits)
+
+
+def test_other_image_sizes_get_interpolated_positions(family: str) -> None:
+    model = make(family)
+    embed = model.model.embed_patches
+    with torch.no_grad():  # a table that is linear in the row, so that its stretching is known
+        embed.positions[1:] = torch.arange(3.0).repeat_interleave(3)[:, None].double()
+    stretched = embed._positions_for(6, 3)
+    assert torch.equal(stretched[0], embed.positions[0])
+    rows = stretched[1:].unflatten(0, (6, 3))[:, :, 0]
+    assert (rows.diff(dim=0) > 0).all()
+    torch.testing.assert_close(rows[:, 0], rows[:, 2])
+    torch.testing.assert_close(rows.mean(), torch.tensor(1.0).double(), atol=1e-6, rtol=0)
+    assert model(images(24)).logits.shape == (3, 5)
+    with pytest.raises(ValueError, match="13 x 13 cannot be cut into patches of 4 x 4"):
+        model(images(13))
+    with pytest.raises(ValueError, match=r"must be \[B, 2, H, W\]"):
+        model(torch.zeros(1, 3, 12, 12).double())
+
+
+def test_labels_may_be_classes_or_distributions(family: str) -> None:
+    model, classes = make(family), torch.tensor([0, 4, 2])
+    hard = model(images(), labels=classes).loss
+    soft = model(images(), labels=nn.functional.one_hot(classes, 5).float()).loss
+    torch.testing.assert_close(hard, soft)
+    logits = model(images()).logits.float()
+    torch.testing.assert_close(hard, nn.functional.cross_entropy(logits, classes))
+
+
+def test_drop_path_acts_in_training_alone(family: str) -> None:
+    still, model = make(family), make(family, drop_path_rate=0.5)
+    model.load_state_dict(still.state_dict())
+    torch.testing.assert_close(model(images()).logits, still(images()).logits)
+    model.train()
+    drawn = [model(images()).logits for _ in range(8)]
+    assert len({round(float(logits.sum().detach()), 6) for logits in drawn}) > 1
+    assert isinstance(model.model.layers[0].drop_path, nn.Identity)  # the rate rises from 0
+    assert model.model.layers[1].drop_path.rate == 0.5
+
+
+def test_drop_path_keeps_the_mean():
+    from tokenformer.layers import DropPath
+
+    torch.manual_seed(0)
+    layer = DropPath(0.25).train()
+    dropped = layer(torch.ones(20_000, 3, 2))
+    assert dropped.unique().tolist() == pytest.approx([0, 4 / 3])
+    assert dropped.mean().item() == pytest.approx(1.0, abs=0.02)
+    assert (dropped.flatten(1).std(1) == 0).all()  # whole samples
+
+
+def test_options_are_checked():
+    config = tokenformer.TokenformerVisionConfig
+    assert config(num_classes=7).num_labels == config(num_labels=7).num_classes == 7
+    for options, message in (
+        ({"image_size": 30}, "image_size=30 must be a multiple of patch_size=16"),
+        ({"pooling": "max"}, "pooling='max' is unknown; choose one of class, mean"),
+        ({"drop_path_rate": 1.0}, "drop_path_rate=1.0 must be below 1"),
+        ({"intermediate_size": 8}, "is an option of TransformerVisionConfig alone"),
+        ({"depth": 8}, "did you mean 'num_hidden_layers'"),
+        ({"num_channels": 0}, "num_channels=0 must be a whole number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config(**options)
+
+
+def test_hidden_states_attentions_and_checkpointing(family: str) -> None:
+    model = make(family, attn_implementation="eager")
+    found = model(images(), output_hidden_states=True, output_attentions=True)
+    assert len(found.hidden_states) == 3
+    assert found.attentions[0].shape == (3, 2, 10, 10)
+    torch.testing.assert_close(found.attentions[0].sum(-1), torch.ones(3, 2, 10).double())
+    labels = torch.tensor([0, 1, 2])
+    gradients = []
+    for recompute in (False, True):
+        if recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        model.zero_grad()
+        model(images(), labels=labels).loss.backward()
+        gradients.append(model.model.embed_patches.project.weight.grad.clone())
+    torch.testing.assert_close(*gradients)
+
+
+def test_every_parameter_has_a_first_value(family: str) -> None:
+    """Also those made on the meta device and drawn module by module, as a run does."""
+    from tokenformer.train.weights import draw_weights
+
+    with torch.device("meta"):
+        model = MODELS[config_class(family)](make(family).config)
+    draw_weights(model, 0, torch.device("cpu"))
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert model.model.embed_patches.class_token.std().item() == pytest.approx(0.02, rel=0.6)
+    assert model.classifier.bias.abs().max() == 0
+
+
+def test_saved_and_loaded_by_the_auto_classes(family: str, tmp_path: Path) -> None:
+    model = make(family).float()
+    model.config.id2label = dict(enumerate("abcde"))
+    model.save_pretrained(tmp_path)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is type(model.config)
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    torch.testing.assert_close(loaded(images().float()).logits, model(images().float()).logits)
+    assert type(AutoModel.from_pretrained(tmp_path)) is type(model.model)
+    smaller = AutoModelForImageClassification.from_pretrained(
+        tmp_path, num_labels=3, ignore_mismatched_sizes=True
+    )
+    assert smaller.num_classes == 3
+
+
+def test_pipeline_and_image_processor(tmp_path: Path) -> None:
+    model = make("tokenformer", num_channels=1).float()
+    model.save_pretrained(tmp_path)
+    tokenformer.TokenformerImageProcessor.for_size(12, 1).save_pretrained(tmp_path)
+    processor = AutoImageProcessor.from_pretrained(tmp_path)
+    grey = Image.fromarray(np.arange(144, dtype=np.uint8).reshape(12, 12))
+    pixels = processor(images=grey, return_tensors="pt")["pixel_values"]
+    assert pixels.shape == (1, 1, 12, 12)
+    torch.testing.assert_close(pixels[0, 0, 0, :3], torch.tensor([0.0, 1.0, 2.0]) / 127.5 - 1)
+    classify = pipeline("image-classification", str(tmp_path))
+    coloured = grey.resize((40, 30)).convert("RGB")
+    found = classify(coloured, top_k=5)
+    expected = model(processor(images=coloured, return_tensors="pt")["pixel_values"]).logits
+    assert found[0]["label"] == f"LABEL_{expected.argmax()}"
+    assert sum(row["score"] for row in found) == pytest.approx(1, abs=1e-5)
+
+
+def test_the_processor_crops_the_centre():
+    processor = tokenformer.TokenformerImageProcessor.for_size(224, crop_share=0.875)
+    picture = np.zeros((256, 256, 3), np.uint8)
+    picture[16:240, 16:240] = 255
+    pixels = processor(images=Image.fromarray(picture), return_tensors="pt")["pixel_values"]
+    assert pixels.shape == (1, 3, 224, 224)
+    assert pixels.min() > 2  # white alone is left
+    with pytest.raises(ValueError, match="num_channels=2 is not 1"):
+        tokenformer.TokenformerImageProcessor.for_size(8, 2)
+
+
+class Stripes(Dataset):
+    """Two classes: bright above, bright below."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        label = index % 2
+        image = torch.zeros(1, 8, 8)
+        image[:, 4 * label : 4 * label + 4] = 1
+        return {"pixel_values": image, "labels": label}
+
+
+def test_trainer_trains(family: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = config_class(family)(
+        image_size=8, patch_size=4, num_channels=1, hidden_size=16,
+        num_hidden_layers=1, num_attention_heads=2, num_classes=2,
+    )  # fmt: skip
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=30, per_device_train_batch_size=8, learning_rate=1e-2,
+        report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    trainer = Trainer(MODELS[type(config)](config), arguments, train_dataset=Stripes())
+    trainer.train()
+    predicted = trainer.predict(Stripes()).predictions.argmax(1)
+    assert (predicted == np.arange(32) % 2).all()

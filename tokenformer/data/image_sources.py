@@ -1,0 +1,223 @@
+"""Where image sets come from: a name or a path to training and held-out pictures.
+
+| source                              | found by                                                |
+|-------------------------------------|---------------------------------------------------------|
+| `digits`                            | the name: scikit-learn's 1,797 digits, no download      |
+| a folder of IDX files               | `train-images-idx3-ubyte`, ..., gzipped or not          |
+| a folder of CIFAR's binary files    | `data_batch_1.bin`, ..., or `train.bin` and `test.bin`  |
+| a folder of folders of images       | `train/CLASS/*.jpg` and `val/CLASS/...`, as ImageNet's  |
+| a Hugging Face dataset              | a folder made by `save_to_disk`, or a name on the hub   |
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tokenformer.data.errors import DataError
+from tokenformer.data.image_formats import cifar_images, idx_images, read_bytes
+from tokenformer.data.images import (
+    ArrayImages,
+    DatasetImages,
+    FileImages,
+    ImageSet,
+    SubsetImages,
+    check_policy,
+)
+from tokenformer.data.order import shuffled
+
+DIGITS = "digits"
+HELD_OUT = ("val", "validation", "valid", "test")
+"""Names of a split that is not trained on, in the order in which they are looked for."""
+SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+FASHION = [
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat",
+    "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+]  # fmt: skip
+SPLIT_SEED = 0
+HELD_OUT_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class ImageSplits:
+    train: ImageSet
+    held_out: ImageSet
+
+    @property
+    def classes(self) -> list[str]:
+        return self.train.classes
+
+
+def load_images(
+    source: str, *, held_out_share: float = HELD_OUT_SHARE, on_corrupt: str = "refuse"
+) -> ImageSplits:
+    """Both splits of a source. One without held-out pictures gives up `held_out_share` of its own,
+    always the same."""
+    splits = all_splits(source, on_corrupt)
+    if "train" not in splits:
+        raise DataError(f"{source} has no split `train`; it has {', '.join(splits)}")
+    train = splits["train"]
+    for name in HELD_OUT:
+        if name in splits:
+            return ImageSplits(train, splits[name])
+    return divided(train, held_out_share)
+
+
+def images_to_measure(source: str, on_corrupt: str = "refuse") -> tuple[ImageSet, str]:
+    """The pictures of a source that a model is measured on, and what they are called: those that
+    come as held out, or of the digits the ones that training holds out, else all."""
+    splits = all_splits(source, on_corrupt)
+    if source == DIGITS:
+        return divided(splits["train"], HELD_OUT_SHARE).held_out, "held out"
+    for name in (*HELD_OUT, *splits):
+        if name in splits:
+            return splits[name], name
+    raise DataError(f"{source} has no images")
+
+
+def all_splits(source: str, on_corrupt: str) -> dict[str, ImageSet]:
+    check_policy(on_corrupt)
+    folder = Path(source)
+    if source == DIGITS:
+        return {"train": digits()}
+    if not folder.is_dir():
+        return dataset_splits(source, on_corrupt)
+    for found in (idx_splits, cifar_splits, saved_splits, folder_splits):
+        if splits := found(folder, on_corrupt):
+            return splits
+    raise DataError(
+        f"{folder} holds no images: neither IDX nor CIFAR files, nor folders of images by class, "
+        "nor a saved dataset"
+    )
+
+
+def divided(whole: ImageSet, share: float) -> ImageSplits:
+    if not 0 < share < 1:
+        raise DataError(f"held_out_share={share} must be between 0 and 1")
+    order = shuffled(len(whole), SPLIT_SEED, 0, len(whole)).tolist()
+    held_out = max(1, round(share * len(whole)))
+    if held_out >= len(whole):
+        raise DataError(f"{len(whole)} images are too few to hold some out")
+    return ImageSplits(
+        SubsetImages(whole, sorted(order[held_out:])), SubsetImages(whole, sorted(order[:held_out]))
+    )
+
+
+def digits() -> ArrayImages:
+    """scikit-learn's handwritten digits, 8 x 8, in 17 shades of grey."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise DataError(
+            'the digits come with scikit-learn: pip install "tokenformer[vision]"'
+        ) from None
+    found = load_digits()
+    pixels = np.round(found.images * (255 / 16)).astype(np.uint8)
+    return ArrayImages(pixels[..., None], found.target)
+
+
+def idx_splits(folder: Path, on_corrupt: str) -> dict[str, ImageSet]:
+    splits: dict[str, ImageSet] = {}
+    names = FASHION if "fashion" in folder.resolve().name.lower() else None
+    for split, prefix in (("train", "train"), ("test", "t10k")):
+        files = [
+            next(iter(sorted(folder.glob(f"{prefix}-{what}[.-]idx*-ubyte*"))), None)
+            for what in ("images", "labels")
+        ]
+        if files[0] is not None and files[1] is not None:
+            splits[split] = idx_images(files[0], files[1], names)
+        elif any(files):
+            raise DataError(f"{folder} lacks the images or the labels of {prefix}")
+    return splits
+
+
+def cifar_splits(folder: Path, on_corrupt: str) -> dict[str, ImageSet]:
+    batches = {"train": sorted(folder.glob("data_batch_*.bin")), "test": ["test_batch.bin"]}
+    names = "batches.meta.txt"
+    if not batches["train"]:
+        if not (folder / "train.bin").exists():
+            return {}
+        batches, names = {"train": ["train.bin"], "test": ["test.bin"]}, "fine_label_names.txt"
+    classes = read_bytes(folder / names).decode("utf-8", "replace").split()
+    found = {split: [folder / file for file in files] for split, files in batches.items()}
+    return {
+        split: cifar_images(files, classes) for split, files in found.items() if files[0].exists()
+    }
+
+
+def saved_splits(folder: Path, on_corrupt: str) -> dict[str, ImageSet]:
+    """A dataset that `datasets` has saved."""
+    if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+        import datasets
+
+        return of_dataset(str(folder), lambda: datasets.load_from_disk(str(folder)), on_corrupt)
+    return {}
+
+
+def dataset_splits(name: str, on_corrupt: str) -> dict[str, ImageSet]:
+    import datasets
+
+    return of_dataset(name, lambda: datasets.load_dataset(name), on_corrupt)
+
+
+def of_dataset(name: str, load: Callable[[], Any], on_corrupt: str) -> dict[str, ImageSet]:
+    try:
+        found = load()
+    except Exception as error:  # whatever a hub, a disk or a loader may raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"images {name} are neither a folder nor a dataset: {reason}") from None
+    rows_by_split = dict(found) if isinstance(found, dict) else {"train": found}
+    return {split: of_rows(name, rows, on_corrupt) for split, rows in rows_by_split.items()}
+
+
+def of_rows(name: str, rows: Any, on_corrupt: str) -> DatasetImages:
+    """The first column of images and the first of classes, by their types."""
+    import datasets
+
+    kinds = {column: type(feature) for column, feature in rows.features.items()}
+    image = next((c for c, kind in kinds.items() if kind is datasets.Image), None)
+    label = next((c for c, kind in kinds.items() if kind is datasets.ClassLabel), None)
+    label = label or next((c for c in ("label", "labels", "fine_label") if c in kinds), None)
+    if image is None or label is None:
+        raise DataError(
+            f"dataset {name} needs a column of images and one of classes; it has "
+            + ", ".join(f"{column} ({kind.__name__})" for column, kind in kinds.items())
+        )
+    return DatasetImages(rows, image, label, on_corrupt)
+
+
+def folder_splits(folder: Path, on_corrupt: str) -> dict[str, ImageSet]:
+    """`train/CLASS/...` beside `val/CLASS/...`; or `CLASS/...` alone."""
+    inside = {path.name: path for path in sorted(folder.iterdir()) if path.is_dir()}
+    if "train" not in inside:
+        whole = class_folders(folder, on_corrupt)
+        return {} if whole is None else {"train": whole}
+    found = {
+        name: class_folders(inside[name], on_corrupt)
+        for name in ("train", *HELD_OUT)
+        if name in inside
+    }
+    splits: dict[str, ImageSet] = {name: of for name, of in found.items() if of is not None}
+    for name, pictures in splits.items():
+        if pictures.classes != splits["train"].classes:
+            strange = set(pictures.classes) ^ set(splits["train"].classes)
+            raise DataError(
+                f"{folder / name} has other classes than train: {', '.join(sorted(strange)[:5])}"
+            )
+    return splits
+
+
+def class_folders(folder: Path, on_corrupt: str) -> FileImages | None:
+    """A folder of folders, each a class; classes and files in the order of their names."""
+    classes: list[str] = []
+    paths: list[Path] = []
+    labels: list[int] = []
+    for home in sorted(path for path in folder.iterdir() if path.is_dir()):
+        files = sorted(p for p in home.rglob("*") if p.suffix.lower() in SUFFIXES)
+        if files:
+            paths += files
+            labels += [len(classes)] * len(files)
+            classes.append(home.name)
+    return FileImages(paths, labels, classes, on_corrupt) if paths else None

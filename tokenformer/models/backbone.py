@@ -1,0 +1,202 @@
+"""What all models of ours are built of: blocks of named attention, and the two sets of projections.
+
+Language and vision models differ in how they begin and end, TokenFormer and Transformer in one
+function, `projections`, which builds the five learned maps of a layer. All are native Hugging Face
+models.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+
+from tokenformer.layers import (
+    Attention,
+    GeluMLP,
+    LayerNorm,
+    ParallelBlock,
+    PatchEmbedding,
+    Pattention,
+    SequentialBlock,
+    SwiGLU,
+)
+from tokenformer.layers.norm import NORMS
+from tokenformer.models.block_configuration import BlockConfig
+from tokenformer.models.projection_configuration import MatrixConfig, TokenConfig
+
+Projections = Callable[[Any, int], list[nn.Module]]
+"""(config, layer) -> q, k, v, o and the feed-forward map."""
+
+
+class NamedAttention(Attention):
+    """Attention whose kernel is looked up by name: sdpa, eager, flash_attention_2, ..."""
+
+    def __init__(
+        self, *projections: nn.Module, config: BlockConfig, layer_idx: int, is_causal: bool
+    ) -> None:
+        super().__init__(
+            *projections,
+            head_dim=config.head_dim,
+            num_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            is_causal=is_causal,
+            layer_idx=layer_idx,
+        )
+        self.config = config
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        kernel: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention
+        )
+        return kernel(self, query, key, value, attention_mask, scaling=self.scaling, **options)
+
+
+def eager_attention(
+    module: NamedAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """The plain formula; the only kernel that returns the attention weights."""
+    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
+    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
+    scores = query @ key.transpose(-1, -2) * scaling  # [B, H, T, S]
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    wide = torch.promote_types(query.dtype, torch.float32)
+    weights = torch.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
+    return (weights @ value).transpose(1, 2), weights
+
+
+class SequentialLayer(GradientCheckpointingLayer, SequentialBlock):
+    pass
+
+
+class ParallelLayer(GradientCheckpointingLayer, ParallelBlock):
+    pass
+
+
+LAYERS = {"sequential": SequentialLayer, "parallel": ParallelLayer}
+
+
+class BlockPreTrainedModel(PreTrainedModel):
+    """How weights begin, and what transformers may do with them."""
+
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar = ["SequentialLayer", "ParallelLayer"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs: ClassVar = {"hidden_states": SequentialBlock, "attentions": Attention}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """As released: keys, embeddings and matrices `initializer_range`; values, and the matrices
+        that write to the residual stream, 2 / (L sqrt(d)). As in the paper's own figures: keys
+        1/sqrt(d), values 1/sqrt(n), matrices 1/sqrt(fan in)."""
+        released = self.config.variant == "released"
+        std = self.config.initializer_range
+        if isinstance(module, Pattention):
+            key_std, value_std = self.token_deviations(module)
+            init.normal_(module.key_tokens, std=key_std)
+            init.normal_(module.value_tokens, std=value_std)
+            if isinstance(module.scale_tokens, nn.Parameter):
+                init.constant_(module.scale_tokens, module.first_scale)
+        elif isinstance(module, nn.Linear | nn.Conv2d):
+            writes = hasattr(module, "writes_to_residual")
+            released_std = self.residual_deviation if writes else std
+            fan_in = module.weight[0].numel()
+            init.normal_(module.weight, std=released_std if released else fan_in**-0.5)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, PatchEmbedding):
+            init.normal_(module.positions, std=std)
+            if module.class_token is not None:
+                init.normal_(module.class_token, std=std)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, std=std)
+        elif isinstance(module, LayerNorm):
+            if module.weight is not None:
+                init.ones_(module.weight)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+
+    def token_deviations(self, layer: Pattention) -> tuple[float, float]:
+        """Of the keys and of the values that a layer begins with."""
+        if self.config.variant == "released":
+            return self.config.initializer_range, self.residual_deviation
+        return layer.in_features**-0.5, layer.num_tokens**-0.5
+
+    @property
+    def residual_deviation(self) -> float:
+        deviation: float = 2 / (self.config.num_hidden_layers * self.config.hidden_size**0.5)
+        return deviation
+
+
+def make_layer(
+    config: BlockConfig,
+    projections: Projections,
+    index: int,
+    *,
+    is_causal: bool,
+    drop_path: float = 0.0,
+) -> nn.Module:
+    *attention, ffn = projections(config, index)
+    norms = [make_norm(config, config.norm_parameters) for _ in range(2)]
+    return LAYERS[config.residual](
+        NamedAttention(*attention, config=config, layer_idx=index, is_causal=is_causal),
+        ffn,
+        *norms,
+        drop_path=drop_path,
+    )
+
+
+def make_norm(config: BlockConfig, parameters: str) -> LayerNorm:
+    return NORMS[config.norm](config.hidden_size, parameters=parameters, eps=config.norm_eps)
+
+
+def tokenformer_projections(config: TokenConfig, layer: int) -> list[nn.Module]:
+    d, kv = config.hidden_size, config.key_value_size
+
+    def tokens(name: str, out_features: int) -> Pattention:
+        scale = config.scale(name, layer)
+        made = Pattention(
+            d,
+            out_features,
+            config.tokens(name, layer),
+            theta=config.theta,
+            scale_tokens=nn.Parameter(torch.tensor([scale])) if config.learned_scale else scale,
+            approximate=config.approximate,
+            eps=config.theta_eps,
+        )
+        made.first_scale = scale  # for `_init_weights`, where the parameter has no value yet
+        return made
+
+    return [tokens("q", d), tokens("k", kv), tokens("v", kv), tokens("o", d), tokens("ffn", d)]
+
+
+def transformer_projections(config: MatrixConfig, layer: int) -> list[nn.Module]:
+    d, kv = config.hidden_size, config.key_value_size
+    ffn = (
+        SwiGLU(d, config.intermediate_size)
+        if config.mlp == "swiglu"
+        else GeluMLP(d, config.intermediate_size, config.approximate)
+    )
+    q, k, v, o = (nn.Linear(d, size, bias=False) for size in (d, kv, kv, d))
+    for writer in (o, ffn.down):
+        # `_init_weights` sees a matrix without its surroundings, and is not called for modules that
+        # own no parameters.
+        writer.writes_to_residual = True  # type: ignore[assignment]
+    return [q, k, v, o, ffn]

@@ -1,0 +1,161 @@
+"""The two families of projections: parameter tokens, and the matrices of a plain Transformer.
+
+A comparison of two models of one modality differs in nothing else.
+"""
+
+import math
+from dataclasses import fields
+from typing import Any
+
+from tokenformer.models.block_configuration import (
+    FOLLOWS,
+    BlockConfig,
+    check_count,
+    check_number,
+)
+
+PROJECTIONS = ("q", "k", "v", "o", "ffn")
+
+Tokens = int | list[int]
+"""A number of parameter tokens: one for all layers, or one per layer."""
+
+
+class TokenConfig(BlockConfig):
+    """Every projection is Pattention.
+
+    Attributes:
+        qkv_tokens, output_tokens, ffn_tokens: parameter tokens of each of the q, k and v
+            projections, of the output projection and of the feed-forward layer: an int or one per
+            layer. By default, as in the paper, the hidden size, the same, and four times that.
+        q_tokens, k_tokens, v_tokens: override `qkv_tokens` for one projection.
+        scale_tokens: the scale of every layer that does not have its token count for scale, as
+            growth leaves it: `{"q" | "k" | "v" | "o" | "ffn": [a float or null per layer]}`.
+        learned_scale: whether the scales are parameters; those above are then their first values.
+        token_rates: factors on the learning rate of some tokens, as growth may leave them: `{"q" |
+            "k" | "v" | "o" | "ffn": [runs of [how many tokens, factor], or null, per layer]}`.
+        theta, theta_eps: the modified softmax and what is added to its norm.
+    """
+
+    qkv_tokens: Tokens = FOLLOWS
+    output_tokens: Tokens = FOLLOWS
+    ffn_tokens: Tokens = FOLLOWS
+    q_tokens: Tokens | None = None
+    k_tokens: Tokens | None = None
+    v_tokens: Tokens | None = None
+    scale_tokens: dict[str, list[float | None]] | None = None
+    learned_scale: bool = False
+    token_rates: dict[str, list[list[list[float]] | None]] | None = None
+    theta: str = "l2_gelu"
+    theta_eps: float = FOLLOWS
+
+    def tokens(self, projection: str, layer: int) -> int:
+        """How many parameter tokens `projection` (q, k, v, o or ffn) has in `layer`."""
+        count = self._token_option(projection)
+        return count[layer] if isinstance(count, list) else count
+
+    def scale(self, projection: str, layer: int) -> float:
+        """The scale of that layer: its own, or its token count."""
+        scales = (self.scale_tokens or {}).get(projection)
+        own = scales[layer] if scales else None
+        return float(self.tokens(projection, layer) if own is None else own)
+
+    def row_rates(self, projection: str, layer: int) -> list[float] | None:
+        """A factor on the learning rate of each token of that layer; None if all are 1."""
+        by_layer = (self.token_rates or {}).get(projection)
+        runs = by_layer[layer] if by_layer else None
+        if runs is None:
+            return None
+        return [rate for count, rate in runs for _ in range(int(count))]
+
+    def _token_option(self, projection: str) -> Tokens:
+        if projection in ("o", "ffn"):
+            return {"o": self.output_tokens, "ffn": self.ffn_tokens}[projection]
+        own: Tokens | None = getattr(self, f"{projection}_tokens")
+        return self.qkv_tokens if own is None else own
+
+    def _fill(self) -> None:
+        super()._fill()
+        defaults = {
+            "qkv_tokens": self.hidden_size,
+            "output_tokens": self.hidden_size,
+            "ffn_tokens": 4 * self.hidden_size,
+        }
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+
+    def _check(self) -> None:
+        super()._check()
+        for name in [field.name for field in fields(self) if field.name.endswith("_tokens")]:
+            value = getattr(self, name)
+            if name == "scale_tokens" or value is None:
+                continue
+            if isinstance(value, list | tuple):
+                setattr(self, name, list(value))
+                self._check_length(name, value)
+            for count in value if isinstance(value, list | tuple) else [value]:
+                check_count(name, count)
+        check_number("theta_eps", self.theta_eps)
+        if not isinstance(self.scale_tokens, dict | None):
+            raise ValueError(
+                f"scale_tokens={self.scale_tokens!r} must be None or a dict with the keys "
+                f"{', '.join(PROJECTIONS)}"
+            )
+        for projection, scales in (self.scale_tokens or {}).items():
+            if projection not in PROJECTIONS:
+                raise ValueError(
+                    f"scale_tokens has the unknown key {projection!r}; "
+                    f"choose from {', '.join(PROJECTIONS)}"
+                )
+            name = f"scale_tokens[{projection!r}]"
+            self._check_length(name, scales)
+            for scale in scales:
+                if scale is not None:
+                    check_number(name, scale, positive=True)
+
+        self._check_rates()
+
+    def _check_rates(self) -> None:
+        for projection, by_layer in (self.token_rates or {}).items():
+            if projection not in PROJECTIONS:
+                raise ValueError(f"token_rates has the unknown key {projection!r}")
+            name = f"token_rates[{projection!r}]"
+            self._check_length(name, by_layer)
+            for layer in range(self.num_hidden_layers):
+                rates = self.row_rates(projection, layer)
+                for rate in rates or []:
+                    check_number(name, rate)
+                if rates is not None and len(rates) != self.tokens(projection, layer):
+                    raise ValueError(
+                        f"{name} of layer {layer} is of {len(rates)} tokens; the layer has "
+                        f"{self.tokens(projection, layer)}"
+                    )
+
+    def _check_length(self, name: str, values: Any) -> None:
+        if not isinstance(values, list | tuple) or len(values) != self.num_hidden_layers:
+            raise ValueError(
+                f"{name}={values} must have one entry per layer, {self.num_hidden_layers} in all"
+            )
+
+
+class MatrixConfig(BlockConfig):
+    """Linear projections and a two-layer MLP: the plain Transformer.
+
+    Attributes:
+        mlp: `gelu`, GPT's two matrices, or `swiglu`, Llama's three.
+        intermediate_size: hidden units of the MLP; by default 4 d, or for SwiGLU 8 d / 3 rounded up
+            to a multiple of 64, which has about the same number of parameters.
+    """
+
+    mlp: str = "gelu"
+    intermediate_size: int = FOLLOWS
+
+    def _fill(self) -> None:
+        super()._fill()
+        if self.intermediate_size is None:
+            gated = 64 * math.ceil(8 * self.hidden_size / 3 / 64)
+            self.intermediate_size = gated if self.mlp == "swiglu" else 4 * self.hidden_size
+
+    def _check(self) -> None:
+        super()._check()
+        check_count("intermediate_size", self.intermediate_size)
