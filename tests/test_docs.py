@@ -35,12 +35,17 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda p: p.stem)
-def test_commands_run(page, tmp_path):
-    """In order, in one folder that stands for a clone, with a folder `my-texts` of one's own."""
+def test_commands_run(page, tmp_path, real_data):
+    """In order, in one folder that stands for a clone, with a folder `my-texts` of one's own and
+    one `eval` of benchmarks."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     shutil.copytree(ROOT / "docs", tmp_path / "my-texts")
+    if any("--tasks" in words for words in commands(page)):
+        (tmp_path / "eval").symlink_to(real_data("eval"))
     for words in commands(page):
         arguments = words[1:] + SHORTENED.get(words[1], [])
+        if "--tasks" in words:
+            arguments += ["--limit", "2"]
         process = subprocess.Popen(
             [sys.executable, "-m", "tokenformer", *arguments],
             cwd=tmp_path,

@@ -165,7 +165,7 @@ def test_a_place_for_answers_that_is_none_is_named(folder, data, tmp_path, monke
 
 
 DEFINITION = """\
-task: piqa_here
+task: winogrande_here
 include: {stock}
 dataset_path: json
 dataset_name: null
@@ -179,21 +179,15 @@ def test_lm_evals_own_command_line_gives_the_same(folder, data, tmp_path, capsys
     """In a process of its own, offline, with nothing but `import tokenformer` before it."""
     import lm_eval.tasks
 
-    labels = (data / "piqa_valid-labels.lst").read_text().split()
-    rows = [json.loads(line) for line in (data / "piqa_valid.jsonl").read_text().splitlines()]
-    rows = [{**row, "label": int(label)} for row, label in zip(rows, labels, strict=True)]
+    stock = Path(lm_eval.tasks.__file__).parent / "winogrande" / "default.yaml"
+    definition = DEFINITION.format(stock=stock, rows=data / "winogrande_dev.jsonl")
     (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks" / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    definition = DEFINITION.format(
-        stock=Path(lm_eval.tasks.__file__).parent / "piqa" / "piqa.yaml",
-        rows=tmp_path / "tasks" / "rows.jsonl",
-    )
-    (tmp_path / "tasks" / "piqa_here.yaml").write_text(definition)
+    (tmp_path / "tasks" / "winogrande_here.yaml").write_text(definition)
     start = "import tokenformer; from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
     options = {
         "--model": "hf",
         "--model_args": f"pretrained={folder}",
-        "--tasks": "piqa_here",
+        "--tasks": "winogrande_here",
         "--include_path": tmp_path / "tasks",
         "--device": "cpu",
         "--batch_size": 8,
@@ -206,8 +200,10 @@ def test_lm_evals_own_command_line_gives_the_same(folder, data, tmp_path, capsys
     )
     assert done.returncode == 0, done.stderr
     (file,) = (tmp_path / "results").rglob("results_*.json")
-    theirs = json.loads(file.read_text())["results"]["piqa_here"]
-    ours = json.loads(evaluate(capsys, folder, "--tasks", "piqa", "--data", data, "--json").out)
+    theirs = json.loads(file.read_text())["results"]["winogrande_here"]
+    told = evaluate(capsys, folder, "--tasks", "winogrande", "--data", data, "--json")
+    ours = json.loads(told.out)
+    assert [score["items"] for score in ours["tasks"]["scores"]] == [150]
     for score in ours["tasks"]["scores"]:
         assert score["value"] == pytest.approx(100 * theirs[f"{score['metric']},none"])
         assert score["stderr"] == pytest.approx(100 * theirs[f"{score['metric']}_stderr,none"])

@@ -112,9 +112,22 @@ def test_a_transformer_in_half_precision_stays_one(transformer, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
 
 
+def test_ligo_learns_on_a_corpus(transformer, tmp_path, capsys):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("to be grown is to be taught " * 400)
+    main(["prepare", str(tmp_path / "text"), "--out", str(tmp_path / "data")])
+    out = tmp_path / "large"
+    main(["grow", str(transformer), "--hidden_size", "64", "--method", "ligo", "--steps", "3",
+          "--data", str(tmp_path / "data"), "--out", str(out)])  # fmt: skip
+    assert "ligo" in capsys.readouterr().out
+    assert AutoModelForCausalLM.from_pretrained(out).config.hidden_size == 64
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        (["--hidden_size", "64", "--steps", "3"], "--steps 3 is for --method ligo"),
+        (["--hidden_size", "64", "--method", "ligo", "--data", "none"], "none"),
         (["--ffn_tokens", "50"], "--ffn_tokens 50 is not for a tokenformer_transformer model"),
         (["--init", "zero", "--hidden_size", "64"], "--init zero is not for a"),
         (["--hidden_size", "64", "--method", "ligo"], "ligo learns from data"),

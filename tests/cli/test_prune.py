@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tokenformer
 from tests.growth.test_tokens import trained
 from tokenformer.cli import main
-from tokenformer.cli.prune import read
+from tokenformer.cli.samples import read_samples
 from tokenformer.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
 
 TEXT = "The quick brown fox — naïve, perhaps — jumps over the lazy dog.\n" * 60
@@ -48,7 +48,9 @@ def test_half_of_the_tokens_with_the_tokenizer_and_the_report(home, monkeypatch,
     report = json.loads((home / "half" / "growth.json").read_text())
     assert (report["method"], report["exact"]) == ("prune", False)
     model = AutoModelForCausalLM.from_pretrained(home / "small")
-    batches = read(home / "data", "train", 128, 64, VOCAB_SIZE)
+    batches = read_samples(
+        home / "data", split="train", sequences=128, length=64, vocab_size=VOCAB_SIZE
+    )
     assert {tuple(batch.shape)[1] for batch in batches} == {64}
     expected, _ = tokenformer.prune(model, batches, keep=0.5)
     for name, parameter in expected.named_parameters():

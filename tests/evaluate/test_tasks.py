@@ -44,7 +44,8 @@ def scores(task, scorer, limit):
 
 def log_likelihood(model, context, continuation):
     """Of bytes after bytes, and whether each is the likeliest; one request by itself."""
-    ids = [*context.encode(), *continuation.encode()][-(model.config.max_position_embeddings + 1) :]
+    most = getattr(model.config, "max_position_embeddings", 2048)
+    ids = [*context.encode(), *continuation.encode()][-(most + 1) :]
     count = len(continuation.encode())
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([ids[:-1]])).logits[0, -count:].double()
@@ -84,6 +85,25 @@ def test_a_model_scores_what_is_computed_by_hand(task, tasks, data, byte_model, 
     p = sum(right) / limit
     expected_error = 100 * math.sqrt(p * (1 - p) / (limit - 1))
     assert found[accuracy].stderr == pytest.approx(expected_error)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "opt", "mamba"])
+def test_models_that_are_not_ours(family, tasks, data, tmp_path):
+    """The paper's rivals by their architecture: Pythia's, OPT's and Mamba's."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    if family == "opt":
+        shape |= {"ffn_dim": 48, "word_embed_proj_dim": 32}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, vocab_size=257, **shape)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    scorer = Scorer(model, byte_tokenizer(), tmp_path)
+    score_task(tasks["winogrande"], scorer, 3)
+    (instances,) = [each.instances for each in tasks["winogrande"]["tasks"].values()]
+    for instance in instances:
+        expected, _ = log_likelihood(model, *instance.args)
+        assert instance.resps[-1][0] == pytest.approx(expected, rel=1e-4)
 
 
 def uniform(make_config, vocab_size):

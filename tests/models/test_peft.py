@@ -87,6 +87,9 @@ def test_what_does_not_work_is_said(base: Any) -> None:
         get_peft_model(base(), LoraConfig(target_parameters=tokens, use_dora=True))
     with pytest.raises(ValueError, match=r"Pattention.* is not supported"):
         get_peft_model(base(), LoraConfig(target_modules=["ffn"]))
+    adapted = get_peft_model(base(), LoraConfig(target_parameters=tokens))
+    with pytest.raises(TypeError, match="merge it first"):
+        tokenformer.grow(adapted, ffn_tokens=60)
     embedding = LoraConfig(target_modules=["embed_tokens"], init_lora_weights=False)
     with pytest.warns(UserWarning, match="tie_word_embeddings"):
         adapted = get_peft_model(base(), embedding).eval()

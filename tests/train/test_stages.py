@@ -188,6 +188,22 @@ def test_what_is_saved_while_the_scale_moves_has_the_scale_it_had(corpus, tmp_pa
     assert scales == [164.0, 182.0, 200.0, 200.0, 200.0]
 
 
+def test_a_transformer_grows_by_ligo_on_the_text_of_the_run(corpus, tmp_path):
+    sizes = {"hidden_size": 64, "steps": 3}
+    grow = GrowthOptions(sizes=sizes, method="ligo", optimizer_state="reset")
+    stages = [StageOptions(steps=2), StageOptions(steps=2, grow=grow)]
+    recipe = Recipe(stages=stages)
+    recipe.model.family = "transformer"
+    recipe.model.options = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    recipe.data.corpus, recipe.data.length = str(corpus), 32
+    for name, value in SECTIONS["run"].items():
+        setattr(recipe.run, name, value)
+    Run(tmp_path / "run", recipe, Materials(recipe), lambda line: None).go(lambda row: None)
+    assert json.loads((tmp_path / "run" / "growth-2.json").read_text())["method"] == "ligo"
+    config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert config["hidden_size"] == 64
+
+
 def test_plan_and_shortened():
     recipe = Recipe(
         stages=[StageOptions(steps=100), StageOptions(steps=300, grow=GrowthOptions(to="354m"))]

@@ -27,6 +27,8 @@ BELONGS_TO = {
 SIZES = ("length", "stride", "batch_size", "limit")
 PATHS = ("data", "perplexity")
 SECONDS_BETWEEN_LINES = 10.0
+LENGTH_WITHOUT_LIMIT = 1024
+"""Tokens in a window of a model that was made for any number."""
 
 Finding = tuple[dict[str, Any], str]
 """What one measurement found: for programs, and for people."""
@@ -89,7 +91,7 @@ def evaluate(
     from tokenformer.data.errors import DataError
 
     # Bound to its stream: while lm-eval works, what it prints is kept from ours.
-    console = Console(file=sys.stderr if json else sys.stdout, highlight=False, soft_wrap=True)
+    console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
     found: dict[str, Finding] = {}
     try:
         loaded_tasks = None if names is None else load_named_tasks(names, data)
@@ -109,9 +111,10 @@ def evaluate(
         raise InputError(str(error)) from None
     if json:
         report = {"model": model, **{name: facts for name, (facts, _) in found.items()}}
-        sys.stdout.write(dumps(report, indent=2) + "\n")
+        text = dumps(report, indent=2)
     else:
-        console.print("\n\n".join(text for _, text in found.values()), markup=False)
+        text = "\n\n".join(told for _, told in found.values())
+    sys.stdout.write(text + "\n")
 
 
 def check(**given: Any) -> None:
@@ -205,19 +208,24 @@ def measure_text(
     limit: int | None,
     console: "Console",
 ) -> Finding:
+    from tokenformer.converse.prompt import PromptError, context_length, start_token
     from tokenformer.evaluate.perplexity import measure_perplexity
     from tokenformer.evaluate.text import read_text
 
     text, split = read_text(path, split, limit, tokenizer, model.config.vocab_size)
-    length = length or default_length(model.config)
+    length = length or context_length(model.config) or LENGTH_WITHOUT_LIMIT
     stride = stride or max(1, length // 2)
     if stride > length:
         raise InputError(f"--stride {stride} must not be above --length {length}")
+    try:
+        start = start_token(tokenizer)
+    except PromptError as error:
+        raise InputError(str(error)) from None
     with progress(console) as show:
         found = measure_perplexity(
             model,
             text,
-            start=start_token(tokenizer),
+            start=start,
             length=length,
             stride=stride,
             batch_size=batch_size,
@@ -267,18 +275,6 @@ def measure_images(
             raise InputError(f"--confusion {confusion} cannot be written: {error}") from None
     told = f"{source}, {split}: {found.images:,} images, {len(found.classes)} classes\n{found}"
     return {"data": source, "split": split, **found.asdict()}, told
-
-
-def default_length(config: Any) -> int:
-    return int(getattr(config, "max_position_embeddings", None) or 1024)
-
-
-def start_token(tokenizer: Any) -> int:
-    """What a text begins after."""
-    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return int(token)
-    raise InputError("the model's tokenizer has neither a beginning nor an end of text")
 
 
 @contextmanager

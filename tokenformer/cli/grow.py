@@ -1,12 +1,16 @@
 """`tokenformer grow`: a trained model becomes a larger one, on disk."""
 
 import sys
-from json import dumps
+from itertools import cycle
+from json import dumps, loads
 from pathlib import Path
 from typing import Any
 
 from tokenformer.cli.errors import InputError
 from tokenformer.cli.folder import new_folder
+from tokenformer.cli.samples import BATCH_SIZE, LONGEST, read_samples
+
+LIGO, LIGO_STEPS = "ligo", 100
 
 
 def grow_model(
@@ -23,6 +27,8 @@ def grow_model(
     num_hidden_layers: int | None = None,
     intermediate_size: int | None = None,
     num_attention_heads: int | None = None,
+    data: Path | None = None,
+    steps: int | None = None,
     optimizer_state: str | None = None,
     old_rate: float | None = None,
     seed: int = 0,
@@ -38,10 +44,11 @@ def grow_model(
         out: A new folder for the grown model, with its tokenizer or image processor and
             growth.json, the report; it must be given.
         method: Of a Transformer: net2net, hypercloning and bert2bert_fpi, exact to whole multiples
-            of the width; lemon, exact to any; block_padding, bert2bert_aki and stacking, not exact.
-            By default net2net.
+            of the width; lemon, exact to any; block_padding, bert2bert_aki and stacking, not exact;
+            ligo, learned on --data. By default net2net.
         init: How new tokens begin. zero, the default: zero keys, the output is exactly preserved.
-            clone: copies of the old, exact too. zero_value: nearly exact. random: the output jumps.
+            zero_value: random keys, zero values, exact where many are added. clone: copies of the
+            old, exact. random: the output jumps.
         scale: frozen, current, anneal or learned; by default as the init needs.
         qkv_tokens: Instead of --to: tokens of each of the q, k and v projections.
         output_tokens: Instead of --to: tokens of each output projection.
@@ -51,6 +58,8 @@ def grow_model(
         intermediate_size: Instead of --to, of a Transformer: hidden units of each feed-forward
             layer.
         num_attention_heads: Instead of --to, of a Transformer: its heads; the width follows.
+        data: Of --method ligo: a folder made by `tokenformer prepare` to learn on.
+        steps: Of --method ligo: how long it learns; by default 100 steps of 8 sequences.
         optimizer_state: Of a checkpoint: keep the moments of what was there before (the default),
             give new entries the mean second moment, or reset all.
         old_rate: Factor on the learning rate of the tokens that were there before; 0 freezes them.
@@ -75,8 +84,13 @@ def grow_model(
         "output_tokens": output_tokens,
         "ffn_tokens": ffn_tokens,
     }
+    learned = {} if method != LIGO else ligo_options(model, is_checkpoint, data, steps)
+    for name, value in {"data": data, "steps": steps}.items():
+        if value is not None and method != LIGO:
+            raise InputError(f"--{name} {value} is for --method {LIGO}")
     of_widths = {
         "method": method,
+        **learned,
         "hidden_size": hidden_size,
         "num_hidden_layers": num_hidden_layers,
         "intermediate_size": intermediate_size,
@@ -121,6 +135,33 @@ def grow_model(
     finally:
         logging.enable_progress_bar()
     show(report, out, json)
+
+
+def ligo_options(
+    model: Path, is_checkpoint: bool, data: Path | None, steps: int | None
+) -> dict[str, Any]:
+    """What LiGO learns from, and how long."""
+    from tokenformer.data.errors import DataError
+
+    if data is None:
+        raise InputError(f"--method {LIGO} learns from data; give --data FOLDER")
+    steps = LIGO_STEPS if steps is None else steps
+    if steps < 1:
+        raise InputError(f"--steps {steps} must be at least 1")
+    file = model / ("state.json" if is_checkpoint else "config.json")
+    found = loads(file.read_text(encoding="utf-8"))
+    config = found["state"]["config"] if is_checkpoint else found
+    try:
+        batches = read_samples(
+            data,
+            split="train",
+            sequences=steps * BATCH_SIZE,
+            length=min(LONGEST, config.get("max_position_embeddings", LONGEST)),
+            vocab_size=config.get("vocab_size", 0),
+        )
+    except DataError as error:
+        raise InputError(f"--data {data}: {error}") from None
+    return {"batches": cycle(batches), "steps": steps}
 
 
 def grow_run(

@@ -1,4 +1,4 @@
-"""A model for a verb that uses one: a folder or a hub name, with its tokenizer or image processor."""
+"""A model for a verb that uses one: a folder or a hub name, with what reads for it."""
 
 import importlib.util
 from pathlib import Path
@@ -8,14 +8,14 @@ from tokenformer.cli.errors import InputError
 
 
 def load_model(name: str) -> tuple[Any, Any]:
-    """Any Hugging Face causal language model, in eval mode on the best device, and its tokenizer."""
+    """Any Hugging Face causal language model, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     return load_pair(name, AutoModelForCausalLM, AutoTokenizer)
 
 
 def load_classifier(name: str) -> tuple[Any, Any]:
-    """Any Hugging Face image classifier, in eval mode on the best device, and its processor."""
+    """Any Hugging Face image classifier, and its image processor."""
     if importlib.util.find_spec("PIL") is None:
         raise InputError('images need Pillow: pip install "tokenformer[vision]"')
 
@@ -25,7 +25,10 @@ def load_classifier(name: str) -> tuple[Any, Any]:
 
 
 def load_pair(name: str, model_class: Any, preprocessor_class: Any) -> tuple[Any, Any]:
-    """No code that a folder may bring is run; left out, `trust_remote_code` asks on the terminal."""
+    """A model in eval mode on the best device, and its tokenizer or image processor.
+
+    No code that a folder may bring is run; left out, `trust_remote_code` asks on the terminal.
+    """
     from transformers.utils import logging
 
     import tokenformer  # noqa: F401  # so that the Auto classes know ours

@@ -42,13 +42,10 @@ def predict(model: str, images: list[Path], top: int = 3, json: bool = False) ->
         with torch.no_grad():
             logits = classifier(inputs["pixel_values"].to(classifier.device)).logits
         shares, places = logits.float().softmax(1).topk(min(top, logits.shape[1]))
-        found += [
-            [
-                {"label": classifier.config.id2label[p], "share": s}
-                for s, p in zip(*row, strict=True)
-            ]
-            for row in zip(shares.tolist(), places.tolist(), strict=True)
-        ]
+        names = classifier.config.id2label
+        for likely, numbers in zip(shares.tolist(), places.tolist(), strict=True):
+            pairs = zip(numbers, likely, strict=True)
+            found.append([{"label": names[number], "share": share} for number, share in pairs])
     if json:
         answer = {str(path): classes for path, classes in zip(images, found, strict=True)}
         sys.stdout.write(dumps(answer, indent=2) + "\n")

@@ -3,16 +3,11 @@
 import sys
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenformer.cli.errors import InputError
 from tokenformer.cli.folder import new_folder
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-BATCH_SIZE = 8
-LONGEST = 512
+from tokenformer.cli.samples import LONGEST, read_samples
 
 
 def prune_model(
@@ -73,7 +68,13 @@ def prune_model(
             longest = min(LONGEST, whole.config.max_position_embeddings)
             batches = None
             if data is not None:
-                batches = read(data, split, sequences, length or longest, whole.config.vocab_size)
+                batches = read_samples(
+                    data,
+                    split=split,
+                    sequences=sequences,
+                    length=length or longest,
+                    vocab_size=whole.config.vocab_size,
+                )
             with Console(stderr=True).status("measuring what each token does"):
                 smaller, report = prune(whole, batches, keep=keep, refit=refit, **tokens)
             save(smaller, report, model, folder)
@@ -87,20 +88,3 @@ def prune_model(
     sys.stdout.write(
         (dumps(report.asdict(), indent=2) if json else f"{report}\nKept in {out}") + "\n"
     )
-
-
-def read(data: Path, split: str, sequences: int, length: int, vocab_size: int) -> "list[Tensor]":
-    """Token ids [B, T] of sequences spread over a split."""
-    import torch
-
-    from tokenformer.data.batches import fixed_batches
-    from tokenformer.data.corpus import Corpus
-
-    corpus = Corpus(data)
-    if corpus.vocab_size > vocab_size:
-        raise InputError(
-            f"--data {data} has a vocabulary of {corpus.vocab_size}, the model one of "
-            f"{vocab_size}; prepare the text with the model's tokenizer"
-        )
-    found = fixed_batches(corpus.split(split), batch_size=1, length=length, count=sequences)
-    return list(torch.cat(found)[:, :-1].split(BATCH_SIZE))

@@ -15,14 +15,19 @@ def context_length(config: Any) -> int | None:
     return int(length) if length else None
 
 
+def start_token(tokenizer: Any) -> int:
+    """What a text begins after."""
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    raise PromptError("the model's tokenizer has neither a beginning nor an end of text")
+
+
 def begin(ids: Tensor, tokenizer: Any) -> Tensor:
     """The ids [1, T] themselves; of an empty prompt, the beginning of a text."""
     if ids.shape[1]:
         return ids
-    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return ids.new_full((1, 1), token).long()  # no ids at all make a tensor of floats
-    raise PromptError("the prompt is empty, and the tokenizer has no beginning of text")
+    return ids.new_full((1, 1), start_token(tokenizer)).long()  # no ids make a tensor of floats
 
 
 def room(ids: Tensor, context: int | None) -> int | None:

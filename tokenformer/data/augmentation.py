@@ -93,4 +93,4 @@ def mixed(
     left, right = max(0, centre - wide // 2), min(width, centre - wide // 2 + wide)
     patchwork = first.copy()
     patchwork[top:bottom, left:right] = second[top:bottom, left:right]
-    return patchwork, 1 - (bottom - top) * (right - left) / (height * width)
+    return patchwork, float(1 - (bottom - top) * (right - left) / (height * width))

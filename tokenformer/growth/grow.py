@@ -30,6 +30,8 @@ def grow(
             the table in `growth/transformer.py`, by default `net2net`.
         **options: those of `tokens.grow` or `grow_transformer`.
     """
+    if hasattr(model, "peft_config"):
+        raise TypeError("the model wears an adapter; merge it first, by model.merge_and_unload()")
     if isinstance(model.config, MatrixConfig):
         if method == TOKENS:
             raise ValueError(

@@ -5,6 +5,8 @@ interrupted here goes on as one that is not. Every process holds the whole model
 then its part of the larger one.
 """
 
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tokenformer.data.batches import sample_batch
 from tokenformer.growth.folder import REPORT
 from tokenformer.growth.grow import grow
 from tokenformer.growth.optimizer_state import grow_average, grow_optimizer
@@ -42,7 +45,7 @@ def grow_checkpoint(
     extra = {} if average is None else average.stored()
     checkpoint.load(path, model=model, optimizer=optimizer, extra=extra, hashes=False)
     try:
-        larger, report = grow_as_told(model, after.grow)
+        larger, report = grow_as_told(model, after.grow, materials)
     except (ValueError, TypeError) as error:
         raise TrainingError(f"stage {after.index + 1} cannot grow: {error}") from None
     grown = grow_optimizer(optimizer, report, state=after.grow.optimizer_state)
@@ -131,9 +134,15 @@ def make_loop(stage: Stage, model: Any, materials: RunMaterials) -> Loop:
     )
 
 
-def grow_as_told(model: Any, options: GrowthOptions) -> tuple[Any, GrowthReport]:
+def grow_as_told(
+    model: Any, options: GrowthOptions, materials: Materials | None = None
+) -> tuple[Any, GrowthReport]:
+    """`materials`: of a run, whose text LiGO learns on."""
     if options.method not in (None, "tokens"):
-        return grow(model, options.to, method=options.method, seed=options.seed, **options.sizes)
+        sizes = dict(options.sizes)
+        if options.method == "ligo" and materials is not None:
+            sizes["batches"] = text_of(materials)
+        return grow(model, options.to, method=options.method, seed=options.seed, **sizes)
     return grow(
         model,
         options.to,
@@ -143,6 +152,20 @@ def grow_as_told(model: Any, options: GrowthOptions) -> tuple[Any, GrowthReport]
         old_rate=options.old_rate,
         **options.sizes,
     )
+
+
+def text_of(materials: Materials) -> Iterator[Tensor]:
+    """Token ids [B, T]: the samples that the run began with."""
+    data, run = materials.recipe.data, materials.recipe.run
+    for first in count(0, run.batch_size):
+        yield sample_batch(
+            materials.train,
+            length=data.length,
+            seed=run.seed,
+            first_sample=first,
+            count=run.batch_size,
+            mode=data.order,
+        )[:, :-1]
 
 
 def follow(value: Any, parameter: Tensor) -> Any:

@@ -16,7 +16,7 @@ What is left is a plain network, gelu(K y + b) V, and in it
                  gelu is linear, z = gelu(z + B) - B for z + B above `LINEAR_FROM`.
 
 After a layer norm the direction is there for nothing: its output has mean zero, so u = 1 / sqrt(d),
-and the norm's bias is the level. Where it is not, what is least missed is given up for it.
+and a bias of the norm makes the level. Where it is not, what is least missed is given up for it.
 """
 
 import math
@@ -36,8 +36,11 @@ STILL = 1e-6
 """A channel that moves by less of the most is one that moves by so much."""
 RIDGE = 1e-6
 """Least variance of a direction, as a share of the mean."""
+LEVEL = 0.1
+"""Bias of a layer norm. Training moves all keys along a constant together: the less of it, the less
+they do, down to where bf16 can no longer read it."""
 RMS_LEVEL = 2.0
-"""Constant after an RMS norm, in units of the norm of its output."""
+"""The same after an RMS norm, where what is given up for it blurs a small one."""
 ONE = 1.0
 """Score of the token that stands for a constant."""
 FORMS = ("pair", "shift")
@@ -85,10 +88,10 @@ class Site:
 
 
 def layer_norm_site(size: int) -> Site:
-    """After a layer norm without weight, with a bias of ones."""
+    """After a layer norm without weight, with the same bias in every channel."""
     length = math.sqrt(size)
     ones = torch.ones(size, dtype=torch.float64)
-    return Site(ones, ones / length, length, 0.0, length, ones * length)
+    return Site(ones * LEVEL, ones / length, length * LEVEL, 0.0, length, ones * length)
 
 
 def rms_norm_site(mean: Tensor, covariance: Tensor, readers: list[Affine]) -> Site:
