@@ -107,7 +107,8 @@ def spell_out(arguments: Sequence[str]) -> list[str]:
         function = load(VERBS[arguments[0]])
         hints = {f"--{n}": h for n, h in get_type_hints(function).items()}
         parameters = signature(function).parameters.values()
-        positional = [f"--{p.name}" for p in parameters if p.default is p.empty]
+        required = [p.name for p in parameters if p.default is p.empty]
+        positional = [f"--{name}" for name in required if name != RECIPE]
         if hints.pop(f"--{RECIPE}", None) and len(arguments) > 1 and is_value(arguments[1]):
             arguments[1] = f"--{RECIPE}={arguments[1]}"
     spelled: list[str] = []
@@ -124,10 +125,10 @@ def spell_out(arguments: Sequence[str]) -> list[str]:
             joined = ",".join(values)
             word = f"{name}={joined}" if joined.startswith("[") else f"{name}=[{joined}]"
         elif spelled and positional and is_value(word) and spelled[-1] not in hints:
-            if get_origin(hints.get(positional.pop(0))) is list:
-                values = [word, *takewhile(is_value, waiting)]
-                del waiting[: len(values) - 1]
-                word = dumps(values)
+            many = get_origin(hints[positional.pop(0)]) is list
+            values = [word, *takewhile(is_value, waiting)] if many else [word]
+            del waiting[: len(values) - 1]
+            word = dumps(values) if many else word
         spelled.append(word)
     return spelled
 

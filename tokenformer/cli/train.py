@@ -95,6 +95,8 @@ def train(
         except StoppedError as stopped:
             console.print(f"{stopped}. To go on: tokenformer {' '.join(sys.argv[1:])}")
             raise SystemExit(128 + stopped.number) from None
+        except DataError as error:  # such as an image that cannot be decoded
+            raise InputError(str(error)) from None
         except (TrainingError, CheckpointError) as error:
             fail(error)
         console.print(f"Done: {folder}/model, metrics.jsonl, loss.png")

@@ -6,7 +6,8 @@ importing them for every `tokenformer --help` would cost seconds. So they are im
 transformers' own auto modules: at once if those are loaded, else by an import hook.
 
 `transformers.modeling_layers`, which every model of transformers imports, itself imports the auto
-modules halfway, and ours need it whole. So the followers wait until no leader is half loaded.
+modules halfway, and ours need it whole. So the followers wait until no leader is half loaded; our
+own backbone, which imports it and which our models import, is a leader for that reason.
 """
 
 import importlib
@@ -24,6 +25,7 @@ FOLLOWERS = {
     "transformers.models.auto.modeling_auto": MODELS,
     "transformers.modeling_layers": MODELS,
     "transformers.models.auto.image_processing_auto": ("tokenformer.models.image_processing",),
+    "tokenformer.models.backbone": MODELS,
 }
 
 

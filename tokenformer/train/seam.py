@@ -27,7 +27,7 @@ from tokenformer.train.loop import Loop
 from tokenformer.train.materials import RunMaterials
 from tokenformer.train.optimizer import make_optimizer
 from tokenformer.train.options import GrowthOptions
-from tokenformer.train.recipe import blank
+from tokenformer.train.recipe import Materials, blank
 from tokenformer.train.spikes import TrainingError
 from tokenformer.train.stages import Stage
 from tokenformer.train.weights import draw_weights, part_of
@@ -135,12 +135,12 @@ def make_loop(stage: Stage, model: Any, materials: RunMaterials) -> Loop:
 
 
 def grow_as_told(
-    model: Any, options: GrowthOptions, materials: Materials | None = None
+    model: Any, options: GrowthOptions, materials: RunMaterials | None = None
 ) -> tuple[Any, GrowthReport]:
     """`materials`: of a run, whose text LiGO learns on."""
     if options.method not in (None, "tokens"):
         sizes = dict(options.sizes)
-        if options.method == "ligo" and materials is not None:
+        if options.method == "ligo" and isinstance(materials, Materials):
             sizes["batches"] = text_of(materials)
         return grow(model, options.to, method=options.method, seed=options.seed, **sizes)
     return grow(
