@@ -85,7 +85,7 @@ class Setting:
             replace(before.run, steps=steps, validate_every=math.ceil(steps / measurements)),
             first_step=first,
         )
-        after.optimizer = grow_optimizer(before.optimizer, report, state="mean")
+        after.optimizer = grow_optimizer(before.optimizer, report)
         after.progress = replace(before.progress)
         return after, Seam(first, report, before.validate(), after.validate())
 
