@@ -7,6 +7,8 @@ import torch
 import yaml
 
 from tokenformer.cli import build_parser, spell_out
+from tokenformer.models.catalogue import MODELS
+from tokenformer.train.image_materials import IMAGE_FAMILIES
 from tokenformer.train.options import ModelOptions
 from tokenformer.train.recipe import FAMILIES
 

@@ -9,7 +9,9 @@ import importlib
 import re
 import sys
 from collections.abc import Sequence
+from inspect import signature
 from itertools import takewhile
+from json import dumps
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, get_origin, get_type_hints
 
@@ -31,6 +33,7 @@ VERBS = {
     "grow": "tokenformer.cli.grow:grow_model",
     "inspect": "tokenformer.cli.inspect:inspect",
     "merge": "tokenformer.cli.merge:merge_models",
+    "predict": "tokenformer.cli.predict:predict",
     "prepare": "tokenformer.cli.prepare:prepare",
     "prune": "tokenformer.cli.prune:prune_model",
     "serve": "tokenformer.cli.serve:serve",
@@ -95,12 +98,17 @@ def is_value(word: str) -> bool:
 
 def spell_out(arguments: Sequence[str]) -> list[str]:
     """Flags, lists and recipes in jsonargparse's own spelling: `--json` becomes `--json=true`,
-    whatever stands after it, `--lengths 1024 2048` becomes `--lengths=[1024,2048]`, and
-    `train FILE` becomes `train --recipe=FILE`."""
+    whatever stands after it, `--lengths 1024 2048` becomes `--lengths=[1024,2048]`, `train FILE`
+    becomes `train --recipe=FILE` and `predict MODEL A B` becomes `predict MODEL ["A","B"]`."""
     hints: dict[str, Any] = {}
+    positional: list[str] = []
     arguments = list(arguments)
     if arguments and arguments[0] in VERBS:
-        hints = {f"--{n}": h for n, h in get_type_hints(load(VERBS[arguments[0]])).items()}
+        function = load(VERBS[arguments[0]])
+        hints = {f"--{n}": h for n, h in get_type_hints(function).items()}
+        parameters = signature(function).parameters.values()
+        required = [p.name for p in parameters if p.default is p.empty]
+        positional = [f"--{name}" for name in required if name != RECIPE]
         if hints.pop(f"--{RECIPE}", None) and len(arguments) > 1 and is_value(arguments[1]):
             arguments[1] = f"--{RECIPE}={arguments[1]}"
     spelled: list[str] = []
@@ -116,6 +124,11 @@ def spell_out(arguments: Sequence[str]) -> list[str]:
                 del waiting[: len(values)]
             joined = ",".join(values)
             word = f"{name}={joined}" if joined.startswith("[") else f"{name}=[{joined}]"
+        elif spelled and positional and is_value(word) and spelled[-1] not in hints:
+            many = get_origin(hints[positional.pop(0)]) is list
+            values = [word, *takewhile(is_value, waiting)] if many else [word]
+            del waiting[: len(values) - 1]
+            word = dumps(values) if many else word
         spelled.append(word)
     return spelled
 

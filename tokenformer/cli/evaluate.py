@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 ALL_SIX = "paper"
-MEASURES = ("tasks", "perplexity")
+MEASURES = ("tasks", "perplexity", "images")
 BELONGS_TO = {
     "data": "tasks",
     "split": "perplexity",
     "length": "perplexity",
     "stride": "perplexity",
+    "confusion": "images",
 }
 SIZES = ("length", "stride", "batch_size", "limit")
 PATHS = ("data", "perplexity")
@@ -43,14 +44,17 @@ def evaluate(
     split: str | None = None,
     length: int | None = None,
     stride: int | None = None,
+    images: str | None = None,
+    confusion: Path | None = None,
     batch_size: int | None = None,
     limit: int | None = None,
     json: bool = False,
 ) -> None:
-    """Measure a model: benchmarks beside the paper's figures, perplexity and bits per byte.
+    """Measure a model: benchmarks beside the paper's figures, perplexity, accuracy on images.
 
     Args:
-        model: A folder or hub name of a causal language model, ours or any other.
+        model: A folder or hub name of a causal language model or, for --images, of an image
+            classifier, ours or any other.
         tasks: Tasks of lm-evaluation-harness with commas between, or paper for the six of the
             paper's table. A run that was broken off goes on when it is started again.
         data: A folder of jsonl files to read the six tasks from, instead of the hub.
@@ -59,8 +63,12 @@ def evaluate(
         split: The split of a prepared corpus; by default test, where it has one, or validation.
         length: Tokens in a window; by default as many as the model was made for.
         stride: Tokens from one window to the next; by default half the length.
-        batch_size: Windows or requests at a time; by default what fits.
-        limit: Measure on so many items of each task, or tokens of the text, at the beginning.
+        images: Images to measure top-1 and top-5 accuracy on: a folder of images by class, of IDX
+            or of CIFAR files, a Hugging Face dataset, or digits.
+        confusion: A file for the picture of which classes are taken for which.
+        batch_size: Windows, requests or images at a time; by default what fits.
+        limit: Measure on so many items of each task, tokens of the text, or images, at the
+            beginning.
         json: Print one JSON document.
     """
     check(
@@ -70,6 +78,8 @@ def evaluate(
         split=split,
         length=length,
         stride=stride,
+        images=images,
+        confusion=confusion,
         batch_size=batch_size,
         limit=limit,
     )
@@ -85,7 +95,10 @@ def evaluate(
     found: dict[str, Finding] = {}
     try:
         loaded_tasks = None if names is None else load_named_tasks(names, data)
-        loaded, tokenizer = load_model(model)
+        if images is not None:
+            found["images"] = measure_images(model, images, confusion, batch_size, limit, console)
+        else:
+            loaded, tokenizer = load_model(model)
         if perplexity is not None:
             found["perplexity"] = measure_text(
                 loaded, tokenizer, perplexity, split, length, stride, batch_size, limit, console
@@ -107,7 +120,15 @@ def evaluate(
 def check(**given: Any) -> None:
     """The options as they were given; None stands for one that was not."""
     if all(given[name] is None for name in MEASURES):
-        raise InputError("nothing to measure; give --tasks NAMES or --perplexity DATA")
+        raise InputError(
+            "nothing to measure; give --tasks NAMES, --perplexity DATA or --images DATA"
+        )
+    if given["images"] is not None:
+        for name in ("tasks", "perplexity"):
+            if given[name] is not None:
+                raise InputError(
+                    f"--images is for an image classifier, --{name} for a language model; give one"
+                )
     for name in SIZES:
         if given[name] is not None and given[name] < 1:
             raise InputError(f"--{name} {given[name]} must be at least 1")
@@ -220,6 +241,40 @@ def measure_text(
     )
     source = {"data": str(path), "split": split, "length": length, "stride": stride}
     return {**source, **found.asdict()}, told
+
+
+def measure_images(
+    model: str,
+    source: str,
+    confusion: Path | None,
+    batch_size: int | None,
+    limit: int | None,
+    console: "Console",
+) -> Finding:
+    from tokenformer.cli.model import load_classifier
+    from tokenformer.data.image_sources import images_to_measure
+    from tokenformer.evaluate.classification import classify
+    from tokenformer.evaluate.confusion_plot import draw_confusion
+
+    pictures, split = images_to_measure(source)
+    loaded, processor = load_classifier(model)
+    count = len(pictures) if limit is None else min(limit, len(pictures))
+    with progress(console) as show:
+        found = classify(
+            loaded,
+            processor,
+            pictures,
+            batch_size=batch_size,
+            limit=limit,
+            on_images=lambda done: show("images", done, count),
+        )
+    if confusion is not None:
+        try:
+            draw_confusion(found, confusion, f"{source}, {split}")
+        except (OSError, ValueError) as error:
+            raise InputError(f"--confusion {confusion} cannot be written: {error}") from None
+    told = f"{source}, {split}: {found.images:,} images, {len(found.classes)} classes\n{found}"
+    return {"data": source, "split": split, **found.asdict()}, told
 
 
 @contextmanager

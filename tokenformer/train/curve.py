@@ -1,4 +1,4 @@
-"""The picture of a run: training and held-out loss over tokens, and where the model grew."""
+"""The picture of a run: training and held-out loss over what was seen, and where the model grew."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -7,7 +7,8 @@ from statistics import mean
 from tokenformer.train.metrics import Row
 
 
-def draw_loss(rows: list[Row], path: Path, title: str) -> None:
+def draw_loss(rows: list[Row], path: Path, title: str, unit: str = "tokens") -> None:
+    """`unit` is what is counted, tokens or images."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -40,7 +41,7 @@ def draw_loss(rows: list[Row], path: Path, title: str) -> None:
                 textcoords="offset points",
                 color="grey",
             )
-    axes.set(xlabel="tokens", ylabel="loss (nats per token)", title=title)
+    axes.set(xlabel=unit, ylabel=f"loss (nats per {unit.removesuffix('s')})", title=title)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)
     axes.legend()

@@ -1,4 +1,4 @@
-"""The model of a run as a Hugging Face folder, which `AutoModelForCausalLM` loads."""
+"""The model of a run as a Hugging Face folder, which the Auto classes load."""
 
 from glob import escape
 from pathlib import Path
@@ -13,8 +13,9 @@ from tokenformer.train.ranks import CheckpointError, Ranks
 from tokenformer.train.tensors import model_tensors, not_finite, unwrap
 
 
-def export(model: nn.Module, tokenizer: Any, folder: Path) -> Path:
-    """Write the model, and its tokenizer unless that is None, to `folder`, whole or not at all.
+def export(model: nn.Module, preprocessor: Any, folder: Path) -> Path:
+    """Write the model, and its tokenizer or image processor unless that is None, to `folder`, whole
+    or not at all.
 
     An older export gives way in one instant. Collective: rank 0 gathers the shards of the others, a
     tensor at a time, and writes.
@@ -34,7 +35,7 @@ def export(model: nn.Module, tokenizer: Any, folder: Path) -> Path:
         if ranks.first:
             unfinished = folders.start(path, kin=escape(path.name))
             try:
-                write(unwrap(model), whole, tokenizer, unfinished)
+                write(unwrap(model), whole, preprocessor, unfinished)
                 folders.finish(unfinished, path)
             except BaseException:
                 folders.discard(unfinished)
@@ -42,7 +43,7 @@ def export(model: nn.Module, tokenizer: Any, folder: Path) -> Path:
     return path
 
 
-def write(model: Any, tensors: dict[str, Tensor], tokenizer: Any, folder: Path) -> None:
+def write(model: Any, tensors: dict[str, Tensor], preprocessor: Any, folder: Path) -> None:
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # a bar per export would tear the display of the run
     try:
@@ -50,5 +51,5 @@ def write(model: Any, tensors: dict[str, Tensor], tokenizer: Any, folder: Path) 
     finally:
         if shown:
             logging.enable_progress_bar()
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    if preprocessor is not None:
+        preprocessor.save_pretrained(folder)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from tokenformer.growth.prefix import set_active_share
 from tokenformer.train.average import WeightAverage
-from tokenformer.train.distribution import device, distribute, hold_gradients, total
+from tokenformer.train.distribution import device, distribute, hold_gradients, largest, total
 from tokenformer.train.metrics import Row
 from tokenformer.train.nested import NestedDropout
 from tokenformer.train.optimizer import make_optimizer, set_rate
@@ -121,8 +121,9 @@ class Loop:
         self.optimizer.zero_grad()
         row["tokens"], row["flops"] = self.progress.tokens, self.progress.flops
         if problem is None and (step % self.run.validate_every == 0 or step == self.last_step):
-            row["val_loss"] = self.validate()
-            row |= self.task.describe(row["val_loss"])
+            means = self.measure()
+            row["val_loss"] = means[0]
+            row |= self.task.describe(*means)
         self.progress.seconds += time.perf_counter() - start
         row["seconds"] = self.progress.seconds
         return row
@@ -164,21 +165,30 @@ class Loop:
         norm = nn.utils.clip_grad_norm_(self.task.model.parameters(), limit)
         return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
-    @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss over the held-out samples, shared among the ranks."""
+        """Mean loss over the held-out samples."""
+        return self.measure()[0]
+
+    @torch.no_grad()
+    def measure(self) -> list[float]:
+        """Mean loss over the held-out samples, and the other means of the task, if any. The ranks
+        share the work."""
         self.task.model.eval()
-        summed, samples = 0.0, sum(len(batch) for batch in self.held_out)
+        sums: list[float] = []
+        samples = sum(len(batch) for batch in self.held_out)
         with self.averaged():
             for place, batch in enumerate(self.held_out):
                 # Every rank calls the model equally often: sharded models wait for each other.
                 mine = place % self.ranks.count == self.ranks.index
                 if mine or self.run.parallel == "fsdp":
                     with self.autocast():
-                        loss = self.module(batch.to(self.device)).item()
-                    summed += loss if mine else 0.0
+                        found = self.module(batch.to(self.device)).reshape(-1).tolist()
+                    if mine:
+                        before = sums or [0.0] * len(found)
+                        sums = [a + b for a, b in zip(before, found, strict=True)]
         self.task.model.train()
-        return total(summed) / (samples * self.task.tokens_per_sample)
+        sums += [0.0] * (largest(len(sums)) - len(sums))  # of a rank that had nothing to do
+        return [total(one) / (samples * self.task.tokens_per_sample) for one in sums]
 
     def averaged(self) -> AbstractContextManager[None]:
         """The model as it is validated and exported: with the average of its weights, if any."""

@@ -3,5 +3,5 @@
 from typing import Any
 
 Row = dict[str, Any]
-"""step, tokens, flops, seconds, loss, lr, gradient_norm; val_loss, and what the task says of it,
-where validated; `problem` where the step went wrong."""
+"""step, tokens (of an image task: images), flops, seconds, loss, lr, gradient_norm; val_loss, and
+what the task says of it, where validated; `problem` where the step went wrong."""

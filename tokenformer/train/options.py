@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tokenformer.data.augmentation_options import AugmentationOptions
+
 
 @dataclass
 class ModelOptions:
@@ -14,7 +16,8 @@ class ModelOptions:
     start_from: str | None = None
     """A model folder to go on from, instead of fresh weights."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of TokenformerConfig or TransformerConfig. The vocabulary is the corpus's."""
+    """Options of TokenformerConfig or TransformerConfig, of images TokenformerVisionConfig or
+    TransformerVisionConfig. The vocabulary is the corpus's, the classes are those of the images."""
 
 
 @dataclass
@@ -27,9 +30,24 @@ class DataOptions:
     """Tokens per sequence."""
     order: Literal["random", "epochs"] = "random"
     """Random segments, or every segment once per epoch, shuffled anew each time."""
+    images: str | None = None
+    """Instead of a corpus: a folder of images by class (train/CLASS/..., val/CLASS/...), of IDX or
+    of CIFAR files, a Hugging Face dataset, or digits, which need no download."""
+    held_out_share: float = 0.1
+    """Share of the images to hold out where they come without such a split."""
+    on_corrupt: Literal["refuse", "skip"] = "refuse"
+    """At an image that cannot be decoded: stop and name it, or take the next one."""
+    crop_share: float = 1.0
+    """Share of the side of an image that its centre crop keeps in evaluation; 0.875 for ImageNet.
+    At 1 the image is resized whole."""
+    workers: int = 0
+    """Threads that decode and vary images; 0 for none besides the training itself."""
 
     def __post_init__(self) -> None:
         require(self, 1, "length")
+        require(self, 0, "workers")
+        if not 0 < self.crop_share <= 1:
+            raise ValueError(f"crop_share={self.crop_share} must be above 0 and at most 1")
 
 
 @dataclass
@@ -82,9 +100,10 @@ class RunOptions:
 
     steps: int = 1000
     batch_size: int = 32
-    """Sequences per step, over all processes and accumulation: the global batch."""
+    """Sequences or images per step, over all processes and accumulation: the global batch."""
     micro_batch_size: int | None = None
-    """Sequences a process holds at once; the rest is accumulated. By default all of its share."""
+    """Sequences or images a process holds at once; the rest is accumulated. By default all of its
+    share."""
     ema: float | None = None
     """Decay of a moving average of the weights, such as 0.999; the average is what is validated and
     exported. By default there is none."""
@@ -179,6 +198,7 @@ class Recipe:
     run: RunOptions = field(default_factory=RunOptions)
     stages: list[StageOptions] = field(default_factory=list)
     """Parts of the run between which the model grows; `run.steps` is then their sum."""
+    augmentation: AugmentationOptions = field(default_factory=AugmentationOptions)
 
 
 def require(options: Any, least: int, *names: str) -> None:

@@ -1,4 +1,4 @@
-"""The live display of a run: a bar with loss, tokens/s and time left, or plain lines in a log."""
+"""The live display of a run: a bar with loss, speed and time left, or plain lines in a log."""
 
 import resource
 import sys
@@ -22,11 +22,11 @@ from tokenformer.train.metrics import Row
 
 @contextmanager
 def progress(
-    console: Console, steps: int, peak: float | None = None
+    console: Console, steps: int, peak: float | None = None, unit: str = "tokens"
 ) -> Iterator[Callable[[Row], None]]:
     """A display for a run of `steps` steps: live on a terminal, ten lines at most elsewhere. With
-    `peak`, FLOPs per second, it tells which share of it is reached."""
-    describe = Describer(peak=peak)
+    `peak`, FLOPs per second, it tells which share of it is reached. `unit` is what is counted."""
+    describe = Describer(peak=peak, unit=unit)
     if not console.is_terminal:
         shown = {-(-steps * tenth // 10) for tenth in range(1, 11)}
 
@@ -56,9 +56,9 @@ def progress(
 class Describer:
     """One line on where a run stands: means of the last rows, so that it can be read."""
 
-    def __init__(self, window: int = 50, peak: float | None = None) -> None:
+    def __init__(self, window: int = 50, peak: float | None = None, unit: str = "tokens") -> None:
         self.rows: deque[Row] = deque(maxlen=window)
-        self.peak = peak
+        self.peak, self.unit = peak, unit
         self.held_out = ""
 
     def __call__(self, row: Row) -> str:
@@ -69,8 +69,10 @@ class Describer:
             speed = (row["tokens"] - first["tokens"]) / (row["seconds"] - first["seconds"])
         if "val_bpb" in row:
             self.held_out = f"  held out {row['val_bpb']:.3f} bits/byte"
+        if "val_accuracy" in row:
+            self.held_out = f"  held out {row['val_accuracy']:.1%} right"
         loss = mean(past["loss"] for past in self.rows)
-        text = f"loss {loss:.3f}{self.held_out}  {speed:,.0f} tokens/s"
+        text = f"loss {loss:.3f}{self.held_out}  {speed:,.0f} {self.unit}/s"
         if self.peak is not None:
             share = speed * row["flops"] / row["tokens"] / self.peak
             text += f"  {share:.0%} of matmul peak  lr {row['lr']:.1e}  {memory() / 1e9:.1f} GB"

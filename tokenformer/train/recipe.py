@@ -9,6 +9,7 @@ import yaml
 
 from tokenformer.data.corpus import Corpus
 from tokenformer.data.shards import write_whole
+from tokenformer.models.catalogue import MODELS
 from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
 from tokenformer.models.language import TokenformerForCausalLM, TransformerForCausalLM
 from tokenformer.train.options import Recipe
@@ -19,12 +20,14 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "tokenformer": (TokenformerConfig, TokenformerForCausalLM),
     "transformer": (TransformerConfig, TransformerForCausalLM),
 }
-FIXED = ("model", "data")
+FIXED = ("model", "data", "augmentation")
 """Sections that a run cannot change once it has begun."""
 
 
 class Materials:
     """What a recipe trains on and with: text, tokenizer, and models as they are asked for."""
+
+    unit = "tokens"
 
     def __init__(self, recipe: Recipe) -> None:
         from transformers import AutoTokenizer
@@ -65,6 +68,10 @@ class Materials:
             )
         return model
 
+    def preprocessor(self, model: Any) -> Any:
+        """What the model's text goes through, kept beside it."""
+        return self.tokenizer
+
     def task(self, model: Any) -> LanguageTask:
         return LanguageTask(
             model,
@@ -80,11 +87,10 @@ class Materials:
 def blank(config: Any) -> Any:
     """A model of a configuration, or of one that was saved, on the meta device."""
     if isinstance(config, dict):
-        config_class = {c.model_type: c for c, _ in FAMILIES.values()}[config["model_type"]]
+        config_class = {known.model_type: known for known in MODELS}[config["model_type"]]
         config = config_class.from_dict(config)
-    model_class = dict(FAMILIES.values())[type(config)]
     with torch.device("meta"):
-        return model_class(config)
+        return MODELS[type(config)](config)
 
 
 def record(recipe: Recipe, folder: Path) -> None:
@@ -94,11 +100,12 @@ def record(recipe: Recipe, folder: Path) -> None:
     if path.exists():
         before = yaml.safe_load(path.read_text())
         for section in FIXED:
-            for name, value in written[section].items():
-                if before.get(section, {}).get(name) != value:
+            known = before.get(section, {})  # an older record may lack options of today
+            for name, value in plain(written[section]).items():
+                if name in known and known[name] != value:
                     raise ValueError(
-                        f"{folder} holds a run with {section}.{name} = "
-                        f"{before.get(section, {}).get(name)!r}, not {value!r}; name another --out"
+                        f"{folder} holds a run with {section}.{name} = {known[name]!r}, not "
+                        f"{value!r}; name another --out"
                     )
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(path, yaml.safe_dump(plain(written), sort_keys=False))

@@ -24,10 +24,11 @@ from tokenformer.train.curve import draw_loss
 from tokenformer.train.distribution import largest
 from tokenformer.train.export import export
 from tokenformer.train.loop import Loop, Progress
+from tokenformer.train.materials import RunMaterials
 from tokenformer.train.metrics import Row
 from tokenformer.train.options import Recipe
 from tokenformer.train.ranks import CheckpointError, Ranks
-from tokenformer.train.recipe import Materials, blank
+from tokenformer.train.recipe import blank
 from tokenformer.train.reporters import check_reporters, reporter
 from tokenformer.train.scale import ScaleAnneal
 from tokenformer.train.seam import check_growth, grow_checkpoint, make_loop
@@ -52,7 +53,7 @@ class Run:
     """One recipe in one folder. `go` trains to the end, from the last checkpoint if any."""
 
     def __init__(
-        self, folder: Path, recipe: Recipe, materials: Materials, report: Callable[[str], None]
+        self, folder: Path, recipe: Recipe, materials: RunMaterials, report: Callable[[str], None]
     ) -> None:
         self.folder, self.recipe, self.materials, self.report = folder, recipe, materials, report
         check_reporters(recipe.run.log_to)
@@ -234,14 +235,18 @@ class Run:
     def export(self) -> None:
         """The model as it is validated, for anyone to load while training goes on."""
         with self.loop.averaged():
-            export(self.loop.task.model, self.materials.tokenizer, self.folder / MODEL)
+            model = self.loop.task.model
+            export(model, self.materials.preprocessor(model), self.folder / MODEL)
 
     def conclude(self) -> None:
         self.export()
         if self.ranks.first:
             rows = read_metrics(self.folder / METRICS)
             draw_loss(
-                [r for r in rows if "problem" not in r], self.folder / "loss.png", self.folder.name
+                [r for r in rows if "problem" not in r],
+                self.folder / "loss.png",
+                self.folder.name,
+                self.materials.unit,
             )
 
     @contextmanager

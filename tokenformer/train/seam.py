@@ -20,10 +20,11 @@ from tokenformer.growth.grow import grow
 from tokenformer.growth.optimizer_state import grow_average, grow_optimizer
 from tokenformer.growth.plan import grown_config, target_sizes
 from tokenformer.growth.report import GrowthReport
-from tokenformer.models.configuration import TokenformerConfig
+from tokenformer.models.projection_configuration import TokenConfig
 from tokenformer.train import checkpoint, manifest
 from tokenformer.train.average import WeightAverage
 from tokenformer.train.loop import Loop
+from tokenformer.train.materials import RunMaterials
 from tokenformer.train.optimizer import make_optimizer
 from tokenformer.train.options import GrowthOptions
 from tokenformer.train.recipe import Materials, blank
@@ -33,7 +34,7 @@ from tokenformer.train.weights import draw_weights, part_of
 
 
 def grow_checkpoint(
-    path: Path, config: dict[str, Any], before: Stage, after: Stage, materials: Materials
+    path: Path, config: dict[str, Any], before: Stage, after: Stage, materials: RunMaterials
 ) -> tuple[Loop, GrowthReport]:
     """The loop of the stage `after`, with the model, optimizer and average of `before`, grown."""
     assert after.grow is not None
@@ -118,12 +119,12 @@ def saved_optimizer(model: Any, groups: list[dict[str, Any]]) -> torch.optim.Opt
 def check_growth(config: Any, stages: list[Stage]) -> None:
     """Refuse at the start of a run what a later stage could not do."""
     for stage in stages:
-        if stage.grow is not None and isinstance(config, TokenformerConfig):
+        if stage.grow is not None and isinstance(config, TokenConfig):
             sizes = target_sizes(config, stage.grow.to, stage.grow.sizes)
             config = grown_config(config, sizes)
 
 
-def make_loop(stage: Stage, model: Any, materials: Materials) -> Loop:
+def make_loop(stage: Stage, model: Any, materials: RunMaterials) -> Loop:
     return Loop(
         materials.task(model),
         stage.optimizer,
@@ -134,12 +135,12 @@ def make_loop(stage: Stage, model: Any, materials: Materials) -> Loop:
 
 
 def grow_as_told(
-    model: Any, options: GrowthOptions, materials: Materials | None = None
+    model: Any, options: GrowthOptions, materials: RunMaterials | None = None
 ) -> tuple[Any, GrowthReport]:
     """`materials`: of a run, whose text LiGO learns on."""
     if options.method not in (None, "tokens"):
         sizes = dict(options.sizes)
-        if options.method == "ligo" and materials is not None:
+        if options.method == "ligo" and isinstance(materials, Materials):
             sizes["batches"] = text_of(materials)
         return grow(model, options.to, method=options.method, seed=options.seed, **sizes)
     return grow(

@@ -1,9 +1,11 @@
 """What is trained, as the loop sees it: samples by number, and a module that maps them to a loss.
 
-The loop knows a task, not a modality. `LanguageTask` is next-token prediction.
+The loop knows a task, not a modality. `LanguageTask` is next-token prediction; `image_task` has the
+classification of images.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,26 +18,38 @@ from tokenformer.models.accounting import training_flops
 from tokenformer.train.loss import chunked_cross_entropy
 
 
+class Batch(Protocol):
+    """Samples: a tensor, or several that belong together."""
+
+    def __len__(self) -> int: ...
+
+    def to(self, device: torch.device, /) -> Any:
+        """As the task's module takes it."""
+        ...
+
+
 class Task(Protocol):
     model: Any
     """The Hugging Face model: saved, loaded and exported."""
     module: nn.Module
-    """Maps a batch to the sum of its losses; what DDP and FSDP wrap."""
+    """Maps a batch to the sum of its losses; what DDP and FSDP wrap. In eval mode other sums over
+    the samples may follow it: [1 + n]."""
     tokens_per_sample: int
     """Losses in a sample's sum, and the unit of throughput."""
     flops_per_sample: int
     """Training FLOPs, forward and backward."""
 
-    def batch(self, first_sample: int, count: int) -> Tensor:
+    def batch(self, first_sample: int, count: int) -> Batch:
         """Samples by their number since the start of training: a pure function of it."""
         ...
 
-    def validation(self, batch_size: int, count: int) -> list[Tensor]:
+    def validation(self, batch_size: int, count: int) -> Sequence[Batch]:
         """At most `count` samples, always the same, in batches."""
         ...
 
-    def describe(self, loss: float) -> dict[str, float]:
-        """What a mean validation loss means: bits per byte, accuracy, ..."""
+    @property
+    def describe(self) -> Callable[..., dict[str, float]]:
+        """(mean validation loss, other means, ...) -> what they mean: bits per byte, accuracy."""
         ...
 
 

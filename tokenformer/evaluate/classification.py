@@ -1,0 +1,122 @@
+"""How well a classifier names images: top-1, top-5, and what it takes for what.
+
+Any Hugging Face image classifier serves, with its own image processor. Classes are matched by name
+where the model knows all the names, else by number.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tokenformer.data.augmentation import as_image
+from tokenformer.data.errors import DataError
+from tokenformer.data.images import ImageSet
+
+FEW = 5
+"""How many guesses the second figure allows."""
+BATCH = 64
+WORST = 5
+
+
+@dataclass(frozen=True)
+class Classification:
+    top_1: float
+    top_5: float
+    loss: float
+    """Mean cross-entropy in nats."""
+    confusion: npt.NDArray[
+        np.int64
+    ]  # [classes, classes]: of a class, how many were taken for which
+    classes: list[str]
+
+    @property
+    def images(self) -> int:
+        return int(self.confusion.sum())
+
+    @property
+    def worst(self) -> list[tuple[str, str, int]]:
+        """The most frequent mistakes: a class, what it was taken for, and how often."""
+        wrong = self.confusion.copy()
+        np.fill_diagonal(wrong, 0)
+        places = np.argsort(-wrong, axis=None, kind="stable")[:WORST]
+        rows, columns = np.unravel_index(places, wrong.shape)
+        return [
+            (self.classes[row], self.classes[column], int(wrong[row, column]))
+            for row, column in zip(rows, columns, strict=True)
+            if wrong[row, column]
+        ]
+
+    def asdict(self) -> dict[str, Any]:
+        return {
+            "images": self.images,
+            "top_1": self.top_1,
+            "top_5": self.top_5,
+            "loss": self.loss,
+            "classes": self.classes,
+            "confusion": self.confusion.tolist(),
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            f"top-1 accuracy    {self.top_1:.2%}",
+            f"top-5 accuracy    {self.top_5:.2%}",
+            f"loss              {self.loss:.4f}",
+        ]
+        if self.worst:
+            mistakes = "; ".join(f"{a} as {b} ({count})" for a, b, count in self.worst)
+            lines.append(f"most mistaken     {mistakes}")
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def classify(
+    model: Any,
+    processor: Any,
+    pictures: ImageSet,
+    *,
+    batch_size: int | None = None,
+    limit: int | None = None,
+    on_images: Callable[[int], None] = lambda done: None,
+) -> Classification:
+    """Measure `model` on the first `limit` of `pictures`, by default on all."""
+    labels, names = class_numbers(model.config, pictures.classes)
+    count = len(pictures) if limit is None else min(limit, len(pictures))
+    confusion = np.zeros((len(names), len(names)), np.int64)
+    in_few, loss = 0, 0.0
+    size = batch_size or BATCH
+    for start in range(0, count, size):
+        found = [pictures.picture(place) for place in range(start, min(count, start + size))]
+        images = [as_image(pixels) for pixels, _ in found]
+        inputs = processor(images=images, return_tensors="pt")["pixel_values"]
+        logits = model(pixel_values=inputs.to(model.device, model.dtype)).logits.float().cpu()
+        wanted = torch.tensor([labels[label] for _, label in found])  # [B]
+        guesses = logits.topk(min(FEW, logits.shape[1])).indices  # [B, 5]
+        in_few += int((guesses == wanted[:, None]).any(1).sum())
+        loss += torch.nn.functional.cross_entropy(logits, wanted, reduction="sum").item()
+        np.add.at(confusion, (wanted.numpy(), guesses[:, 0].numpy()), 1)
+        on_images(start + len(found))
+    return Classification(
+        top_1=float(np.trace(confusion)) / count,
+        top_5=in_few / count,
+        loss=loss / count,
+        confusion=confusion,
+        classes=names,
+    )
+
+
+def class_numbers(config: Any, classes: list[str]) -> tuple[list[int], list[str]]:
+    """The model's number for every class of a set, and the model's names."""
+    names = [str(config.id2label[number]) for number in range(config.num_labels)]
+    if set(classes) <= set(names):
+        return [names.index(name) for name in classes], names
+    if len(classes) == len(names):
+        return list(range(len(classes))), classes
+    strange = next(name for name in classes if name not in names)
+    raise DataError(
+        f"the images have {len(classes)} classes, of which the model, with {len(names)}, does not "
+        f"know {strange!r}"
+    )

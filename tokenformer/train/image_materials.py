@@ -1,0 +1,90 @@
+"""What a recipe of images trains on and with."""
+
+from typing import Any
+
+from tokenformer.data.errors import DataError
+from tokenformer.data.image_batches import ImageReader
+from tokenformer.data.image_sources import load_images
+from tokenformer.models.catalogue import MODELS
+from tokenformer.models.image_processing import TokenformerImageProcessor
+from tokenformer.models.vision_configuration import (
+    TokenformerVisionConfig,
+    TransformerVisionConfig,
+    VisionConfig,
+)
+from tokenformer.train.image_task import ImageTask
+from tokenformer.train.options import Recipe
+from tokenformer.train.recipe import blank
+
+IMAGE_FAMILIES: dict[str, Any] = {
+    "tokenformer": TokenformerVisionConfig,
+    "transformer": TransformerVisionConfig,
+}
+
+
+class ImageMaterials:
+    """Pictures, and models as they are asked for."""
+
+    unit = "images"
+
+    def __init__(self, recipe: Recipe) -> None:
+        data = recipe.data
+        if data.images is None:
+            raise ValueError("data.images is missing; name a folder of images, or digits")
+        if data.corpus is not None:
+            raise ValueError(
+                f"data.images={data.images} and data.corpus={data.corpus} cannot both be trained on"
+            )
+        self.recipe = recipe
+        splits = load_images(
+            data.images, held_out_share=data.held_out_share, on_corrupt=data.on_corrupt
+        )
+        self.train, self.held_out, self.classes = splits.train, splits.held_out, splits.classes
+
+    def first_model(self) -> Any:
+        """The recipe's own: on the meta device, where `distribute` gives it weights, or loaded."""
+        options = self.recipe.model
+        config_class = IMAGE_FAMILIES[options.family]
+        if options.start_from is not None:
+            return self.loaded(options.start_from, MODELS[config_class])
+        given: dict[str, Any] = {
+            "num_labels": len(self.classes),
+            "id2label": dict(enumerate(self.classes)),
+            "label2id": {name: index for index, name in enumerate(self.classes)},
+        }
+        if options.preset is not None:
+            return blank(config_class.from_preset(options.preset, **given, **options.options))
+        height, width, channels = self.train.picture(0)[0].shape
+        native = {"image_size": min(height, width), "num_channels": channels}
+        return blank(config_class(**{**native, **given, **options.options}))
+
+    def loaded(self, folder: str, model_class: Any) -> Any:
+        model = model_class.from_pretrained(folder)
+        if model.config.num_labels != len(self.classes):
+            raise ValueError(
+                f"model.start_from={folder} knows {model.config.num_labels} classes, the images "
+                f"have {len(self.classes)}"
+            )
+        return model
+
+    def preprocessor(self, model: Any) -> TokenformerImageProcessor:
+        """What the model's images go through, kept beside it."""
+        config: VisionConfig = model.config
+        return TokenformerImageProcessor.for_size(
+            config.image_size, config.num_channels, crop_share=self.recipe.data.crop_share
+        )
+
+    def task(self, model: Any) -> ImageTask:
+        if model.config.num_labels < len(self.classes):
+            raise DataError(
+                f"the model knows {model.config.num_labels} classes, the images have "
+                f"{len(self.classes)}"
+            )
+        processor, workers = self.preprocessor(model), self.recipe.data.workers
+        readers = [
+            ImageReader(pictures, processor, model.config.num_labels, workers)
+            for pictures in (self.train, self.held_out)
+        ]
+        return ImageTask(
+            model, *readers, augmentation=self.recipe.augmentation, seed=self.recipe.run.seed
+        )

@@ -1,0 +1,54 @@
+"""Image classification, as the loop sees it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokenformer.data.augmentation_options import AugmentationOptions
+from tokenformer.data.image_batches import AwaitedBatch, ImageBatch, ImageReader
+from tokenformer.models.accounting import image_training_flops
+
+
+class ClassificationLoss(nn.Module):
+    """A classifier with its loss: a batch -> the sum of the cross-entropies of its images, in nats;
+    while it is evaluated, with the number of images that it gets right."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: ImageBatch) -> Tensor:
+        logits = self.model(batch.pixels).logits.float()  # [B, classes]
+        loss = F.cross_entropy(logits, batch.targets, reduction="sum")
+        if self.model.training:
+            return loss
+        right = (logits.argmax(1) == batch.targets.argmax(1)).sum()
+        return torch.stack([loss, right])
+
+
+@dataclass
+class ImageTask:
+    model: Any
+    pictures: ImageReader
+    held_out: ImageReader
+    augmentation: AugmentationOptions = field(default_factory=AugmentationOptions)
+    seed: int = 0
+    module: nn.Module = field(init=False)
+    tokens_per_sample: int = field(init=False, default=1)
+    flops_per_sample: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.module = ClassificationLoss(self.model)
+        self.flops_per_sample = sum(image_training_flops(self.model.config).values())
+
+    def batch(self, first_sample: int, count: int) -> ImageBatch:
+        return self.pictures.training_batch(first_sample, count, self.seed, self.augmentation)
+
+    def validation(self, batch_size: int, count: int) -> list[AwaitedBatch]:
+        return self.held_out.held_out(batch_size, count)
+
+    def describe(self, loss: float, right: float) -> dict[str, float]:
+        return {"val_accuracy": right}
