@@ -3,14 +3,13 @@
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from tokenformer.cli import build_parser, spell_out
-from tokenformer.models.catalogue import MODELS
+from tokenformer.models.catalogue import blank
 from tokenformer.train.image_materials import IMAGE_FAMILIES
 from tokenformer.train.options import ModelOptions
-from tokenformer.train.recipe import FAMILIES
+from tokenformer.train.text_materials import TEXT_FAMILIES
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
@@ -29,12 +28,13 @@ def test_recipe(path: Path) -> None:
     assert options.schedule.warmup_steps < options.run.steps
 
     model: ModelOptions = options.model
-    config_class, model_class = FAMILIES[model.family]
-    given = {"vocab_size": 257, **model.options}
+    of_text = options.data.images is None
+    config_class = (TEXT_FAMILIES if of_text else IMAGE_FAMILIES)[model.family]
+    given = {**({"vocab_size": 257} if of_text else {}), **model.options}
+    if not of_text and model.preset is None:  # else read off the images
+        given |= {"image_size": 28, "num_channels": 1}
     config = config_class.from_preset(model.preset, **given) if model.preset else None
-    with torch.device("meta"):
-        built = model_class(config or config_class(**given))
-    assert built.num_parameters() > 100_000
+    assert blank(config or config_class(**given)).num_parameters() > 100_000
 
 
 def test_there_are_recipes():

@@ -160,12 +160,13 @@ def train(recipe: Any, folder: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from tokenformer.train.recipe import Materials, record
+    from tokenformer.train.recipe import record
     from tokenformer.train.run import Run
+    from tokenformer.train.text_materials import TextMaterials
 
     if not (folder / "loss.png").exists():
         record(recipe, folder)
-        Run(folder, recipe, Materials(recipe), lambda line: None).go(lambda row: None)
+        Run(folder, recipe, TextMaterials(recipe), lambda line: None).go(lambda row: None)
 
 
 Job = tuple[Regime, Path, Path, str, int, float]

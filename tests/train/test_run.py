@@ -24,9 +24,9 @@ from tokenformer.train.options import (
     RunOptions,
     ScheduleOptions,
 )
-from tokenformer.train.recipe import Materials
 from tokenformer.train.run import Run, read_metrics
 from tokenformer.train.spikes import TrainingError
+from tokenformer.train.text_materials import TextMaterials
 
 
 def command(recipe: Path, out: Path, *options: str) -> list[str]:
@@ -236,7 +236,7 @@ def make_run(corpus: Path, folder: Path, reports: list[str], **run: Any) -> Run:
         ScheduleOptions(warmup_steps=3),
         RunOptions(**{**SECTIONS["run"], **run}),
     )
-    return Run(folder, recipe, Materials(recipe), reports.append)
+    return Run(folder, recipe, TextMaterials(recipe), reports.append)
 
 
 def poison(run: Run, at: int) -> Any:

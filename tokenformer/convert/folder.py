@@ -8,8 +8,8 @@ from torch import Tensor
 from tokenformer.convert.receipt import Receipt
 from tokenformer.convert.source import TOKENFORMER, Source
 from tokenformer.convert.tokenizer import FoundTokenizer
+from tokenformer.models.catalogue import blank
 from tokenformer.models.configuration import LanguageConfig
-from tokenformer.train.recipe import blank
 from tokenformer.train.tensors import storable
 
 SHARD = "2GB"

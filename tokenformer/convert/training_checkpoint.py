@@ -12,10 +12,11 @@ from tokenformer.convert.receipt import Receipt
 from tokenformer.convert.source import Source
 from tokenformer.convert.tokenizer import TOKENIZER, find_tokenizer
 from tokenformer.data.corpus import TOKENIZER as CORPUS_TOKENIZER
+from tokenformer.models.catalogue import blank
 from tokenformer.train import manifest
 from tokenformer.train.checkpoint import compare, read_state
 from tokenformer.train.ranks import CheckpointError, Ranks
-from tokenformer.train.recipe import CONFIG, blank
+from tokenformer.train.recipe import CONFIG
 from tokenformer.train.run import MODEL
 from tokenformer.train.storage import Metadata, read_metadata, read_tensors
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
 from tokenformer.models.language import TokenformerForCausalLM, TransformerForCausalLM
 from tokenformer.models.vision import (
@@ -19,3 +21,12 @@ MODELS: dict[type[Any], type[Any]] = {
     TokenformerVisionConfig: TokenformerForImageClassification,
     TransformerVisionConfig: TransformerForImageClassification,
 }
+
+
+def blank(config: Any) -> Any:
+    """A model of a configuration, or of one that was saved, on the meta device."""
+    if isinstance(config, dict):
+        config_class = {known.model_type: known for known in MODELS}[config["model_type"]]
+        config = config_class.from_dict(config)
+    with torch.device("meta"):
+        return MODELS[type(config)](config)

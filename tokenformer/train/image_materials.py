@@ -5,7 +5,8 @@ from typing import Any
 from tokenformer.data.errors import DataError
 from tokenformer.data.image_batches import ImageReader
 from tokenformer.data.image_sources import load_images
-from tokenformer.models.catalogue import MODELS
+from tokenformer.data.images import ImageSet
+from tokenformer.models.catalogue import MODELS, blank
 from tokenformer.models.image_processing import TokenformerImageProcessor
 from tokenformer.models.vision_configuration import (
     TokenformerVisionConfig,
@@ -14,9 +15,8 @@ from tokenformer.models.vision_configuration import (
 )
 from tokenformer.train.image_task import ImageTask
 from tokenformer.train.options import Recipe
-from tokenformer.train.recipe import blank
 
-IMAGE_FAMILIES: dict[str, Any] = {
+IMAGE_FAMILIES: dict[str, type[Any]] = {
     "tokenformer": TokenformerVisionConfig,
     "transformer": TransformerVisionConfig,
 }
@@ -80,11 +80,18 @@ class ImageMaterials:
                 f"the model knows {model.config.num_labels} classes, the images have "
                 f"{len(self.classes)}"
             )
-        processor, workers = self.preprocessor(model), self.recipe.data.workers
-        readers = [
-            ImageReader(pictures, processor, model.config.num_labels, workers)
-            for pictures in (self.train, self.held_out)
-        ]
         return ImageTask(
-            model, *readers, augmentation=self.recipe.augmentation, seed=self.recipe.run.seed
+            model,
+            self.reader(self.train, model),
+            self.reader(self.held_out, model),
+            augmentation=self.recipe.augmentation,
+            seed=self.recipe.run.seed,
+        )
+
+    def reader(self, pictures: ImageSet, model: Any) -> ImageReader:
+        return ImageReader(
+            pictures,
+            self.preprocessor(model),
+            model.config.num_labels,
+            self.recipe.data.workers,
         )

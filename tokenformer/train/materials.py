@@ -5,11 +5,11 @@ from typing import Any, Protocol
 
 from tokenformer.train.image_materials import ImageMaterials
 from tokenformer.train.options import Recipe
-from tokenformer.train.recipe import Materials
 from tokenformer.train.task import Task
+from tokenformer.train.text_materials import TextMaterials
 
 
-class RunMaterials(Protocol):
+class Materials(Protocol):
     unit: str
     """What is counted: tokens or images."""
 
@@ -25,5 +25,5 @@ class RunMaterials(Protocol):
         ...
 
 
-def materials_of(recipe: Recipe) -> RunMaterials:
-    return Materials(recipe) if recipe.data.images is None else ImageMaterials(recipe)
+def materials_of(recipe: Recipe) -> Materials:
+    return TextMaterials(recipe) if recipe.data.images is None else ImageMaterials(recipe)

@@ -18,17 +18,17 @@ from typing import Any
 import torch
 
 from tokenformer.data.shards import write_whole
+from tokenformer.models.catalogue import blank
 from tokenformer.train import checkpoint
 from tokenformer.train.background import AsyncSaver
 from tokenformer.train.curve import draw_loss
 from tokenformer.train.distribution import largest
 from tokenformer.train.export import export
 from tokenformer.train.loop import Loop, Progress
-from tokenformer.train.materials import RunMaterials
+from tokenformer.train.materials import Materials
 from tokenformer.train.metrics import Row
 from tokenformer.train.options import Recipe
 from tokenformer.train.ranks import CheckpointError, Ranks
-from tokenformer.train.recipe import blank
 from tokenformer.train.reporters import check_reporters, reporter
 from tokenformer.train.scale import ScaleAnneal
 from tokenformer.train.seam import check_growth, grow_checkpoint, make_loop
@@ -53,7 +53,7 @@ class Run:
     """One recipe in one folder. `go` trains to the end, from the last checkpoint if any."""
 
     def __init__(
-        self, folder: Path, recipe: Recipe, materials: RunMaterials, report: Callable[[str], None]
+        self, folder: Path, recipe: Recipe, materials: Materials, report: Callable[[str], None]
     ) -> None:
         self.folder, self.recipe, self.materials, self.report = folder, recipe, materials, report
         check_reporters(recipe.run.log_to)

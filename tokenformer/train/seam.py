@@ -20,21 +20,22 @@ from tokenformer.growth.grow import grow
 from tokenformer.growth.optimizer_state import grow_average, grow_optimizer
 from tokenformer.growth.plan import grown_config, target_sizes
 from tokenformer.growth.report import GrowthReport
+from tokenformer.models.catalogue import blank
 from tokenformer.models.projection_configuration import TokenConfig
 from tokenformer.train import checkpoint, manifest
 from tokenformer.train.average import WeightAverage
 from tokenformer.train.loop import Loop
-from tokenformer.train.materials import RunMaterials
+from tokenformer.train.materials import Materials
 from tokenformer.train.optimizer import make_optimizer
 from tokenformer.train.options import GrowthOptions
-from tokenformer.train.recipe import Materials, blank
 from tokenformer.train.spikes import TrainingError
 from tokenformer.train.stages import Stage
+from tokenformer.train.text_materials import TextMaterials
 from tokenformer.train.weights import draw_weights, part_of
 
 
 def grow_checkpoint(
-    path: Path, config: dict[str, Any], before: Stage, after: Stage, materials: RunMaterials
+    path: Path, config: dict[str, Any], before: Stage, after: Stage, materials: Materials
 ) -> tuple[Loop, GrowthReport]:
     """The loop of the stage `after`, with the model, optimizer and average of `before`, grown."""
     assert after.grow is not None
@@ -124,7 +125,7 @@ def check_growth(config: Any, stages: list[Stage]) -> None:
             config = grown_config(config, sizes)
 
 
-def make_loop(stage: Stage, model: Any, materials: RunMaterials) -> Loop:
+def make_loop(stage: Stage, model: Any, materials: Materials) -> Loop:
     return Loop(
         materials.task(model),
         stage.optimizer,
@@ -135,12 +136,12 @@ def make_loop(stage: Stage, model: Any, materials: RunMaterials) -> Loop:
 
 
 def grow_as_told(
-    model: Any, options: GrowthOptions, materials: RunMaterials | None = None
+    model: Any, options: GrowthOptions, materials: Materials | None = None
 ) -> tuple[Any, GrowthReport]:
     """`materials`: of a run, whose text LiGO learns on."""
     if options.method not in (None, "tokens"):
         sizes = dict(options.sizes)
-        if options.method == "ligo" and isinstance(materials, Materials):
+        if options.method == "ligo" and isinstance(materials, TextMaterials):
             sizes["batches"] = text_of(materials)
         return grow(model, options.to, method=options.method, seed=options.seed, **sizes)
     return grow(
@@ -154,7 +155,7 @@ def grow_as_told(
     )
 
 
-def text_of(materials: Materials) -> Iterator[Tensor]:
+def text_of(materials: TextMaterials) -> Iterator[Tensor]:
     """Token ids [B, T]: the samples that the run began with."""
     data, run = materials.recipe.data, materials.recipe.run
     for first in count(0, run.batch_size):
