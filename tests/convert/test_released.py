@@ -147,6 +147,14 @@ def test_a_file_alone_needs_the_heads(tmp_path):
     assert model.config.max_position_embeddings == 2048
 
 
+def test_a_config_that_leaves_the_heads_open_needs_them_too(tmp_path):
+    folder = put(tmp_path / "released", make_state(), CONFIG | {"num_attention_heads": None})
+    with pytest.raises(ConversionError, match=r"give --num_attention_heads$"):
+        convert(folder, tmp_path / "none")
+    model = convert(folder, tmp_path / "ours", num_attention_heads=HEADS)
+    assert model.config.num_attention_heads == HEADS
+
+
 def test_the_heads_of_a_published_shape_are_hinted_at():
     from tokenformer.convert.released_config import to_ours
 
@@ -227,6 +235,10 @@ def without(*names: str) -> dict[str, Tensor]:
         ),
         ({n: t.int() for n, t in make_state().items()}, "is torch.int32, not floating point$"),
         (without(EMBEDDING), f"missing, or no matrices, are {EMBEDDING}$"),
+        (
+            {f"module.{n}" if n == EMBEDDING else n: t for n, t in make_state().items()},
+            f"missing, or no matrices, are {EMBEDDING}$",
+        ),
         ({**make_state(), EMBEDDING: torch.ones(64)}, f"or no matrices, are {EMBEDDING}$"),
         (
             {**make_state(), "sequential.999999999999.mlp.key_param_tokens": torch.ones(2, 2)},

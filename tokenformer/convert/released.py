@@ -8,13 +8,13 @@ memory map, and nothing is written before every one was found to be there and to
 import json
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tokenformer.convert.errors import ConversionError
+from tokenformer.convert.errors import ConversionError, shown
 from tokenformer.convert.folder import write_folder
 from tokenformer.convert.receipt import Receipt
 from tokenformer.convert.released_config import to_ours, to_released
@@ -36,7 +36,6 @@ EMBEDDING = "sequential.0.word_embeddings.weight"
 LAYER = re.compile(r"sequential\.(\d+)\.(?:attention|mlp)\.")
 FIRST_LAYER = 2
 """Positions 1 and, between the last layer and the final norm, L + 2 hold no tensors."""
-MOST_NAMES = 12
 
 
 def convert_released(
@@ -103,7 +102,8 @@ def read_sizes(stored: Mapping[str, Tensor]) -> dict[str, int]:
             f"this is not a released TokenFormer: its keys are {shown(stored)}; they should be "
             f"{EMBEDDING}, sequential.2.attention.query.key_param_tokens, ..."
         )
-    matrices = {name: tensor for name, tensor in stored.items() if tensor.ndim == 2}
+    known = [name for name in released_names(layers).values() if name in stored]
+    matrices = {name: stored[name] for name in known if stored[name].ndim == 2}
     telling = {
         "vocab_size": EMBEDDING,
         "qkv_tokens": ".attention.query.key_param_tokens",
@@ -155,9 +155,3 @@ def compare(shapes: dict[str, tuple[int, ...]], stored: Mapping[str, Tensor]) ->
         problems.append(f"of another type than the embedding's {dtype} are {shown(other)}")
     if problems:
         raise ConversionError("; ".join(problems))
-
-
-def shown(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + more

@@ -65,7 +65,7 @@ def to_ours(document: dict[str, Any], sizes: dict[str, int], heads: int | None) 
     for name, value in FIXED.items():
         if said.get(name, value) != value:
             raise ConversionError(f"config.json has {name} {said[name]!r}; only {value!r} is known")
-    options = {ours: said[theirs] for theirs, ours in OPTIONS.items() if theirs in said}
+    options = {ours: said[name] for name, ours in OPTIONS.items() if said.get(name) is not None}
     told = options.setdefault("num_attention_heads", heads)
     if told is None:
         raise ConversionError(
