@@ -2,11 +2,13 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import tokenformer
 from tokenformer.cli import main
@@ -50,9 +52,20 @@ def shelf(tmp_path_factory):
     for name, model in sources.items():
         model.save_pretrained(folder / name)
         byte_tokenizer().save_pretrained(folder / name)
+    change(folder, "torn", {"transformer.h.1.mlp.c_fc.weight": None})
+    change(folder, "bent", {"transformer.h.1.mlp.c_fc.weight": torch.zeros(3, 4)})
     (folder / "text.txt").write_text(Path(__file__).read_text())
     (folder / "short.txt").write_text("too short")
     return folder
+
+
+def change(folder, name, tensors):
+    """A copy of the GPT-2 with other tensors, or without some."""
+    shutil.copytree(folder / "gpt2", folder / name)
+    file = folder / name / "model.safetensors"
+    whole = load_file(file) | tensors
+    kept = {key: tensor for key, tensor in whole.items() if tensor is not None}
+    save_file(kept, file, metadata={"format": "pt"})
 
 
 @pytest.fixture
@@ -85,6 +98,33 @@ def test_a_folder_becomes_one_of_ours_with_tokenizer_generation_and_report(home,
     report = json.loads(Path("ours/conversion.json").read_text())
     assert report["measured_on"] == "text"
     assert report["comparison"]["divergence"] < 0.01
+
+
+def test_without_a_tokenizer_it_succeeds_and_says_so(home, capsys):
+    shutil.copytree("gpt2", "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    run("convert bare --out ours")
+    assert capsys.readouterr().out.endswith(
+        "\nno tokenizer found: give --tokenizer FILE, or copy its files into the folder\n"
+        "Kept in ours\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"temperature": 0.9, "top_p": 0.6}, {"temperature": 0.9, "top_p": 0.6, "do_sample": True}),
+        ({"length_penalty": 2.0}, {"length_penalty": None, "do_sample": None}),
+    ],
+    ids=["Llama 2's", "of beams without any"],
+)
+def test_generation_settings_that_transformers_reads_but_does_not_write(home, settings, kept):
+    shutil.copytree("gpt2", "loose")
+    file = Path("loose/generation_config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    run("convert loose --out ours")
+    found = transformers.GenerationConfig.from_pretrained("ours")
+    assert {name: getattr(found, name) for name in kept} == kept
+    assert found.eos_token_id == END_OF_TEXT
 
 
 def test_distillation_brings_it_closer_and_json_says_so(home, capsys):
@@ -121,6 +161,11 @@ def test_prepared_text_serves_and_our_own_twin_is_a_source(home, capsys):
         ("gpt2 --out new --distill text.txt --linear shift", "shift is not for --distill"),
         ("gpt2 --out new --linear thirds", "linear='thirds' is unknown; choose one of pair, shift"),
         ("gpt2 --out new --weights last", "--weights last is not for a source of kind gpt2"),
+        ("torn --out new", "torn: missing are transformer.h.1.mlp.c_fc.weight"),
+        (
+            "bent --out new",
+            "of the wrong shape are transformer.h.1.mlp.c_fc.weight [3, 4] for [32, 128]",
+        ),
         ("opt --out new", "kind opt; what can be converted is released, "),
     ],
 )

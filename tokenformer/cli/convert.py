@@ -17,7 +17,8 @@ from tokenformer.cli.folder import new_folder
 @dataclass(frozen=True)
 class Conversion:
     function: str
-    """`module:name` of a function (source, out, **options) -> report, with `asdict` and `str`."""
+    """`module:name` of a function (source, out, **options) -> report, with `asdict`, `str` and
+    the origin of its `tokenizer`."""
     options: tuple[str, ...] = ()
     """Options of the command that it takes."""
     reports_progress: bool = False
@@ -120,8 +121,8 @@ def convert_model(
     finally:
         if shown:
             logging.enable_progress_bar()
-    text = dumps(report.asdict(), indent=2) if json else f"{report}\nKept in {out}"
-    sys.stdout.write(text + "\n")
+    lines = [str(report), tokenizer_line(report.tokenizer), f"Kept in {out}"]
+    sys.stdout.write((dumps(report.asdict(), indent=2) if json else "\n".join(lines)) + "\n")
 
 
 def choose(kind: str, to: str, options: dict[str, Any]) -> tuple[Any, Conversion]:
@@ -137,6 +138,12 @@ def choose(kind: str, to: str, options: dict[str, Any]) -> tuple[Any, Conversion
             raise InputError(f"--{name} {value} is not for a source of kind {kind}")
     module, _, name = conversion.function.partition(":")
     return getattr(importlib.import_module(module), name), conversion
+
+
+def tokenizer_line(origin: str | None) -> str:
+    if origin is None:
+        return "no tokenizer found: give --tokenizer FILE, or copy its files into the folder"
+    return f"tokenizer from {origin}"
 
 
 @contextmanager

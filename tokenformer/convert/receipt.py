@@ -51,10 +51,7 @@ class Receipt:
         return asdict(self)
 
     def __str__(self) -> str:
-        words = f"tokenizer from {self.tokenizer}"
-        if self.tokenizer is None:
-            words = "no tokenizer found: give --tokenizer FILE, or copy its files into the folder"
         return (
             f"{self.source}: {self.layers} layers of width {self.width}, {self.heads} heads, "
-            f"{self.parameters:,} parameters in {self.dtype}\n{words}"
+            f"{self.parameters:,} parameters in {self.dtype}"
         )

@@ -1,10 +1,11 @@
 """A pretrained Transformer's folder to one of ours: model, tokenizer, generation and report."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tokenformer.convert.errors import ConversionError
+from tokenformer.convert.errors import ConversionError, shown
 from tokenformer.convert.pretrained.comparison import compare
 from tokenformer.convert.pretrained.distillation import distil
 from tokenformer.convert.pretrained.report import REPORT, ConversionReport, Distilled
@@ -60,7 +61,8 @@ def convert_transformer(
         raise ConversionError(line) from None
     if (lesson := texts["--distill"]) is not None:
         report.distilled = distilled(model, original, lesson, steps or STEPS, on_progress)
-    model.generation_config = original.generation_config
+    if (settings := writable(original.generation_config)) is not None:
+        model.generation_config = settings
     model.save_pretrained(out)
     if found is not None:
         found.tokenizer.save_pretrained(out)
@@ -72,13 +74,45 @@ def convert_transformer(
 def load(folder: Path) -> Any:
     """From safetensors alone, and without any code that a folder may bring."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     import tokenformer  # noqa: F401  # so that the Auto classes know our twin
 
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype="auto", use_safetensors=True, trust_remote_code=False
-    )
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what is amiss is told below, in a line
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype="auto",
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    finally:
+        logging.set_verbosity(verbosity)
+    # transformers draws at random what it does not find.
+    missing = sorted(found["missing_keys"])
+    misshaped = [
+        f"{name} {[*shape]} for {[*wanted]}"
+        for name, shape, wanted in sorted(found["mismatched_keys"])
+    ]
+    problems = {"missing": missing, "of the wrong shape": misshaped}
+    if lines := [f"{what} are {shown(names)}" for what, names in problems.items() if names]:
+        raise ConversionError("; ".join(lines))
     return model.to(device()).eval()
+
+
+def writable(settings: Any) -> Any:
+    """Generation settings as transformers writes them, which is stricter than how it reads them:
+    those of Llama 2 name a temperature and do not say that they sample. None where that is not all.
+    """
+    for samples in (settings.do_sample, True):
+        settings.do_sample = samples
+        with suppress(ValueError):
+            settings.validate(strict=True)
+            return settings
+    return None
 
 
 def distilled(

@@ -104,8 +104,6 @@ class ConversionReport:
         lines.append(str(self.comparison))
         if self.distilled is not None:
             lines.append(f"distilled for {self.distilled.steps} steps, {self.distilled.comparison}")
-        if self.tokenizer is not None:
-            lines.append(f"tokenizer from {self.tokenizer}")
         return "\n".join(lines)
 
 
