@@ -10,7 +10,7 @@ from PIL import Image
 
 from tokenformer.data.errors import DataError
 from tokenformer.data.image_formats import cifar_images, read_idx
-from tokenformer.data.image_sources import FASHION, load_images
+from tokenformer.data.image_sources import FASHION, images_to_measure, load_images
 from tokenformer.data.images import ArrayImages, FileImages
 
 
@@ -43,6 +43,14 @@ def test_a_tree_of_images(tmp_path: Path) -> None:
     pixels, label = splits.train.picture(4)  # a JPEG, nearly red
     assert label == 1
     assert np.abs(pixels.astype(int) - (255, 0, 0)).max() < 5
+
+
+def test_held_out_images_alone_are_measured_but_not_trained_on(tmp_path: Path) -> None:
+    write_tree(tmp_path, splits=("val",))
+    pictures, split = images_to_measure(str(tmp_path))
+    assert (len(pictures), pictures.classes, split) == (6, ["blue", "red"], "val")
+    with pytest.raises(DataError, match="has no split `train`; it has val"):
+        load_images(str(tmp_path))
 
 
 def test_a_tree_without_splits_is_divided_the_same_way_always(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The paper's table as it is kept here, against the paper; and the table that is printed."""
 
+import json
+import math
 import re
 
 import pytest
@@ -95,3 +97,17 @@ def test_json_holds_all_metrics_and_the_papers_rows():
     ours = next(row for row in facts["paper"] if row["name"] == "TokenFormer-150M")
     assert ours["hellaswag"] == 35.5
     assert ours["pile_perplexity"] == 10.45
+
+
+def test_json_has_no_word_for_what_is_no_number():
+    scores = [Score("lambada_openai", "perplexity", math.nan, math.inf, 20)]
+    kept = json.loads(json.dumps(Scores(1, scores).asdict(), allow_nan=False))["scores"]
+    assert kept == [
+        {
+            "task": "lambada_openai",
+            "metric": "perplexity",
+            "value": None,
+            "stderr": None,
+            "items": 20,
+        }
+    ]

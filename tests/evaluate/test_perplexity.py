@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tokenformer.data.byte_tokenizer import byte_tokenizer
+from tokenformer.data.errors import DataError
 from tokenformer.evaluate.perplexity import Perplexity, measure_perplexity, windows
 from tokenformer.evaluate.text import DECODED_AT_ONCE, Text, count_words
 
@@ -83,6 +84,15 @@ def test_refuses_an_empty_text_and_a_stride_that_would_leave_gaps(model, tokens)
         measure_perplexity(model, Text(tokens, 1, 1), start=0, length=8, stride=9)
     with pytest.raises(ValueError, match="empty"):
         measure_perplexity(model, Text(tokens[:0], 0, 0), start=0, length=8)
+
+
+def test_windows_beyond_learned_positions_are_refused_and_beyond_rotary_ones_are_not(
+    make_model, tokens
+):
+    text, windows = Text(tokens, 1, 1), {"start": START, "length": 80}
+    assert measure_perplexity(make_model("tokenformer"), text, **windows).tokens == len(tokens)
+    with pytest.raises(DataError, match="has 64 positions, too few for windows of 80 tokens"):
+        measure_perplexity(make_model("tokenformer", positions="learned"), text, **windows)
 
 
 def test_a_perplexity_beyond_floats_is_infinite():

@@ -248,6 +248,21 @@ def test_end_of_text_stands_before_an_empty_context(byte_model, tmp_path):
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_tokenizer_that_knows_no_beginning_and_no_end_is_refused(byte_model, tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.bos_token = tokenizer.eos_token = None
+    with pytest.raises(DataError, match="neither a beginning nor an end of text"):
+        Scorer(byte_model, tokenizer, tmp_path)
+
+
+def test_a_perplexity_that_no_number_holds_is_told(tasks, byte_model, tmp_path):
+    with torch.no_grad():
+        byte_model.get_input_embeddings().weight.mul_(1e4)  # and so the tied output head
+    scorer = Scorer(byte_model, byte_tokenizer(), tmp_path)
+    with pytest.raises(DataError, match="lambada_openai: the model finds the answers so unlikely"):
+        score_task(tasks["lambada_openai"], scorer, 2)
+
+
 def test_whole_documents_and_generated_text(byte_model, tmp_path):
     """The other kinds of request that tasks of lm-eval make."""
     from lm_eval.api.instance import Instance

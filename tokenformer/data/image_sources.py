@@ -192,9 +192,9 @@ def of_rows(name: str, rows: Any, on_corrupt: str) -> DatasetImages:
 
 
 def folder_splits(folder: Path, on_corrupt: str) -> dict[str, ImageSet]:
-    """`train/CLASS/...` beside `val/CLASS/...`; or `CLASS/...` alone."""
+    """`train/CLASS/...` and `val/CLASS/...`, or one of them; or `CLASS/...` alone."""
     inside = {path.name: path for path in sorted(folder.iterdir()) if path.is_dir()}
-    if "train" not in inside:
+    if "train" not in inside and not set(inside) <= set(HELD_OUT):
         whole = class_folders(folder, on_corrupt)
         return {} if whole is None else {"train": whole}
     found = {
@@ -203,11 +203,12 @@ def folder_splits(folder: Path, on_corrupt: str) -> dict[str, ImageSet]:
         if name in inside
     }
     splits: dict[str, ImageSet] = {name: of for name, of in found.items() if of is not None}
+    first = next(iter(splits), "")
     for name, pictures in splits.items():
-        if pictures.classes != splits["train"].classes:
-            strange = set(pictures.classes) ^ set(splits["train"].classes)
+        if pictures.classes != splits[first].classes:
+            strange = set(pictures.classes) ^ set(splits[first].classes)
             raise DataError(
-                f"{folder / name} has other classes than train: {', '.join(sorted(strange)[:5])}"
+                f"{folder / name} has other classes than {first}: {', '.join(sorted(strange)[:5])}"
             )
     return splits
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tokenformer.data.errors import DataError
 from tokenformer.data.token_ids import TokenIds, TokenSequence
 from tokenformer.evaluate.capacity import tokens_at_once
 from tokenformer.evaluate.text import Text
@@ -82,7 +83,15 @@ def measure_perplexity(
     model.eval()
     nats, scored = 0.0, 0
     for ids, fresh in batches(text.tokens, start, length, stride, batch_size):
-        logits = model(input_ids=ids[:, :-1].to(device), use_cache=False).logits[:, -fresh:]
+        try:
+            logits = model(input_ids=ids[:, :-1].to(device), use_cache=False).logits[:, -fresh:]
+        except IndexError:  # of a model that has learned its positions one by one
+            most = getattr(model.config, "max_position_embeddings", length)
+            if length <= most:
+                raise
+            raise DataError(
+                f"the model has {most} positions, too few for windows of {length} tokens"
+            ) from None
         targets = ids[:, -fresh:].to(device)
         losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
         nats += losses.double().sum().item()

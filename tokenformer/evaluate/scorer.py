@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tokenformer.data.errors import DataError
 from tokenformer.evaluate.answers import Answer, Answers, batch_key, fingerprint
 from tokenformer.evaluate.capacity import tokens_at_once
 from tokenformer.evaluate.perplexity import windows
@@ -36,6 +37,8 @@ class Scorer:
     ) -> None:
         from lm_eval.models.huggingface import HFLM
 
+        if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+            raise DataError("the model's tokenizer has neither a beginning nor an end of text")
         with quiet():
             self.lm = HFLM(pretrained=model, tokenizer=tokenizer, softmax_dtype=torch.float32)
         self.batch_size = batch_size

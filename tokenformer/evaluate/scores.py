@@ -34,6 +34,13 @@ class Score:
             return True
         return self.metric in (PERPLEXITY, BENCHMARKS[self.task].metric)
 
+    def asdict(self) -> dict[str, Any]:
+        """As JSON holds it, which has no infinity and no NaN: None stands for them."""
+        return {
+            name: None if isinstance(fact, float) and not math.isfinite(fact) else fact
+            for name, fact in asdict(self).items()
+        }
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -59,8 +66,8 @@ class Scores:
         average = self.average
         return {
             "parameters": self.parameters,
-            "scores": [asdict(score) for score in self.scores],
-            "average": None if average is None else asdict(average),
+            "scores": [score.asdict() for score in self.scores],
+            "average": None if average is None else average.asdict(),
             "too_long": self.too_long,
             "paper": [model.asdict() for model in models_near(self.parameters)],
         }

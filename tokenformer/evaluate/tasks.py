@@ -78,8 +78,16 @@ def score_task(task: Any, scorer: Scorer, limit: int | None = None) -> list[Scor
     """Every metric of a loaded task, or of a group and its tasks, on all items or the first."""
     from lm_eval import evaluate
 
-    with quiet():
-        found = evaluate(scorer, task, limit=limit, bootstrap_iters=RESAMPLES, log_samples=False)
+    try:
+        with quiet():
+            found = evaluate(
+                scorer, task, limit=limit, bootstrap_iters=RESAMPLES, log_samples=False
+            )
+    except OverflowError:  # lm-eval's exp
+        raise DataError(
+            f"{', '.join(task['tasks'])}: the model finds the answers so unlikely that no number "
+            "can hold their perplexity"
+        ) from None
     return [
         score
         for name, metrics in found["results"].items()

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tokenformer.convert.errors import ConversionError
 from tokenformer.data.batches import fixed_batches
-from tokenformer.data.corpus import Corpus
 from tokenformer.data.errors import DataError
 from tokenformer.data.token_ids import TokenSequence
+from tokenformer.evaluate.text import open_corpus
 
 LONGEST = 512
 SEQUENCES, HELD_OUT_SEQUENCES = 64, 16
@@ -47,7 +47,7 @@ def read_text(option: str, path: Path, tokenizer: Any, config: Any) -> Text:
     """The splits train and validation of a prepared corpus, or a file and its end."""
     try:
         tokens, held_out = (
-            from_corpus(path, config) if path.is_dir() else from_file(path, tokenizer)
+            from_corpus(path, tokenizer, config) if path.is_dir() else from_file(path, tokenizer)
         )
     except DataError as error:
         raise ConversionError(f"{option} {path}: {error}") from None
@@ -61,13 +61,8 @@ def read_text(option: str, path: Path, tokenizer: Any, config: Any) -> Text:
     return Text(tokens, held_out, length)
 
 
-def from_corpus(path: Path, config: Any) -> tuple[TokenSequence, TokenSequence]:
-    corpus = Corpus(path)
-    if corpus.vocab_size > config.vocab_size:
-        raise DataError(
-            f"its vocabulary is {corpus.vocab_size}, the model's {config.vocab_size}; prepare the "
-            "text with the model's tokenizer"
-        )
+def from_corpus(path: Path, tokenizer: Any, config: Any) -> tuple[TokenSequence, TokenSequence]:
+    corpus = open_corpus(path, tokenizer, config.vocab_size)
     return corpus.split("train"), corpus.split("validation")
 
 

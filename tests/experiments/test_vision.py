@@ -1,0 +1,45 @@
+"""The study of images on a few steps: every run of it works, and it goes on."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+STUDY = Path(__file__).parents[2] / "experiments" / "vision" / "study.py"
+
+
+def load_study():
+    spec = importlib.util.spec_from_file_location("vision_study", STUDY)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["vision_study"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_study_runs_and_goes_on(real_data, tmp_path, monkeypatch, capsys):
+    study = load_study()
+    monkeypatch.setattr(study, "BATCH", 4)
+    monkeypatch.setattr(study, "HELD_OUT", 40)
+    words = ["study", str(real_data("image/fashion-mnist")), "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*words, "--workers", "1", "--seeds", "0", "--steps", "12"])
+    study.main()
+    first = (tmp_path / "results.jsonl").read_text()
+    results = {row["name"]: row for row in map(json.loads, first.splitlines())}
+    assert results.keys() == study.RUNS.keys()
+    base = results["TokenFormer"]
+    assert results["ViT"]["parameters"] == base["parameters"]
+    assert results["grown, zero"]["parameters"] == base["parameters"] > 200_000
+    assert results["small"]["parameters"] < 120_000
+    for name in ("grown, zero", "grown, zero_value", "small"):
+        assert results[name]["flops"] == pytest.approx(base["flops"], rel=0.05), "equal compute"
+    for name in ("grown, zero", "grown, zero_value"):
+        assert results[name]["moved"] < 1e-5
+        assert results[name]["grown_at"] == pytest.approx(base["flops"] / 2, rel=0.05)
+    for name in ("accuracies.png", "growth.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert f"| GELU + L1 | {100 * results['GELU + L1']['accuracy']:.2f} ± 0.00 | 81.7 |" in printed
+    study.main()  # everything is there already
+    assert (tmp_path / "results.jsonl").read_text() == first
