@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from tokenformer.data.byte_tokenizer import byte_tokenizer
 from tokenformer.data.errors import DataError
@@ -91,8 +92,12 @@ def test_windows_beyond_learned_positions_are_refused_and_beyond_rotary_ones_are
 ):
     text, windows = Text(tokens, 1, 1), {"start": START, "length": 80}
     assert measure_perplexity(make_model("tokenformer"), text, **windows).tokens == len(tokens)
-    with pytest.raises(DataError, match="has 64 positions, too few for windows of 80 tokens"):
-        measure_perplexity(make_model("tokenformer", positions="learned"), text, **windows)
+    theirs = GPT2LMHeadModel(
+        GPT2Config(vocab_size=61, n_embd=8, n_layer=1, n_head=1, n_positions=64)
+    )
+    for learned in (theirs, make_model("tokenformer", positions="learned")):
+        with pytest.raises(DataError, match="has 64 positions, too few for windows of 80 tokens"):
+            measure_perplexity(learned, text, **windows)
 
 
 def test_a_perplexity_beyond_floats_is_infinite():

@@ -85,7 +85,7 @@ def measure_perplexity(
     for ids, fresh in batches(text.tokens, start, length, stride, batch_size):
         try:
             logits = model(input_ids=ids[:, :-1].to(device), use_cache=False).logits[:, -fresh:]
-        except IndexError:  # of a model that has learned its positions one by one
+        except (IndexError, ValueError):  # of a model that has learned its positions one by one
             most = getattr(model.config, "max_position_embeddings", length)
             if length <= most:
                 raise
