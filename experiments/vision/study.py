@@ -26,8 +26,8 @@ from statistics import mean
 from typing import Any
 
 WIDTH, LAYERS, HEADS, PATCH = 64, 4, 4, 7
-STEPS, BATCH, WARMUP = 5_628, 64, 200
-RATE, DECAY = 1e-3, 0.05
+STEPS, BATCH, WARMUP = 3_752, 64, 200
+RATE, DECAY = 2e-3, 0.05
 HELD_OUT = 10_000
 SMALL = {"qkv_tokens": 24, "output_tokens": 24, "ffn_tokens": 96}
 BASE = {"qkv_tokens": 48, "output_tokens": 48, "ffn_tokens": 192}
