@@ -62,6 +62,7 @@ def test_there_and_back_by_file_with_json(home, capsys):
         "parameters": 56256,
         "dtype": "float32",
         "tokenizer": None,
+        "image_processor": None,
     }
     first, second = (
         torch.load(f"{kind}/pytorch_model.bin", weights_only=True) for kind in ("released", "back")

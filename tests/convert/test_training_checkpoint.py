@@ -60,6 +60,38 @@ def test_the_last_checkpoint_is_the_export(home, tmp_path, capsys, run):
     assert torch.equal(ours(ids).logits, theirs(ids).logits)
 
 
+def test_a_checkpoint_of_a_run_on_images(tmp_path, capsys):
+    """With the image processor of the run's export, or else of its recipe, or else of its size."""
+    model = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
+    sections = {
+        **SECTIONS,
+        "model": {"options": model},
+        "data": {"images": "digits", "crop_share": 0.5},
+        "run": {**RUN, "steps": 2},
+    }
+    run, recipe = tmp_path / "run", tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(sections))
+    main(["train", str(recipe), "--out", str(run)])
+    step = run / "checkpoints" / "step-00000002"
+    with pytest.raises(SystemExit):
+        main(["convert", str(step), "--out", str(tmp_path / "x"), "--tokenizer", "bytes.json"])
+    assert "--tokenizer bytes.json is not for a model of images" in capsys.readouterr().err
+    main(["convert", str(step), "--out", str(tmp_path / "beside")])
+    assert f"image processor from {run / 'model' / 'preprocessor_c'}" in capsys.readouterr().out
+    (run / "model").rename(tmp_path / "exported")
+    main(["convert", str(step), "--out", str(tmp_path / "recipe")])
+    assert f"image processor from {run / 'config.yaml'}" in capsys.readouterr().out
+    for found in (tmp_path / "beside", tmp_path / "recipe"):
+        assert same(weights(found), weights(tmp_path / "exported"))
+        for name in ("config.json", "preprocessor_config.json"):
+            kept, exported = ((f / name).read_text() for f in (found, tmp_path / "exported"))
+            assert json.loads(kept) == json.loads(exported), name
+    (run / "config.yaml").unlink()
+    main(["convert", str(step), "--out", str(tmp_path / "alone")])
+    processor = json.loads((tmp_path / "alone" / "preprocessor_config.json").read_text())
+    assert processor["size"] == {"height": 8, "width": 8}
+
+
 def test_the_last_weights_instead_of_the_average(home, tmp_path):
     step = home / "averaged" / "checkpoints" / "step-00000004"
     main(["convert", str(step), "--weights", "last", "--out", str(tmp_path / "last")])

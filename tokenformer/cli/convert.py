@@ -17,8 +17,7 @@ from tokenformer.cli.folder import new_folder
 @dataclass(frozen=True)
 class Conversion:
     function: str
-    """`module:name` of a function (source, out, **options) -> report, with `asdict`, `str` and
-    the origin of its `tokenizer`."""
+    """`module:name` of a function (source, out, **options) -> report, with `asdict` and `str`."""
     options: tuple[str, ...] = ()
     """Options of the command that it takes."""
     reports_progress: bool = False
@@ -121,8 +120,9 @@ def convert_model(
     finally:
         if shown:
             logging.enable_progress_bar()
-    lines = [str(report), tokenizer_line(report.tokenizer), f"Kept in {out}"]
-    sys.stdout.write((dumps(report.asdict(), indent=2) if json else "\n".join(lines)) + "\n")
+    told = report.asdict()
+    lines = [str(report), origin_line(told), f"Kept in {out}"]
+    sys.stdout.write((dumps(told, indent=2) if json else "\n".join(lines)) + "\n")
 
 
 def choose(kind: str, to: str, options: dict[str, Any]) -> tuple[Any, Conversion]:
@@ -140,10 +140,12 @@ def choose(kind: str, to: str, options: dict[str, Any]) -> tuple[Any, Conversion
     return getattr(importlib.import_module(module), name), conversion
 
 
-def tokenizer_line(origin: str | None) -> str:
-    if origin is None:
-        return "no tokenizer found: give --tokenizer FILE, or copy its files into the folder"
-    return f"tokenizer from {origin}"
+def origin_line(told: dict[str, Any]) -> str:
+    """Where the tokenizer, or the image processor, came from."""
+    for name in ("tokenizer", "image_processor"):
+        if origin := told.get(name):
+            return f"{name.replace('_', ' ')} from {origin}"
+    return "no tokenizer found: give --tokenizer FILE, or copy its files into the folder"
 
 
 @contextmanager

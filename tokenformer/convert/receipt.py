@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tokenformer.convert.source import Source
 from tokenformer.models.configuration import LanguageConfig
+from tokenformer.models.vision_configuration import VisionConfig
 
 
 @dataclass(frozen=True)
@@ -23,17 +24,19 @@ class Receipt:
     parameters: int
     dtype: str
     tokenizer: str | None
-    """Where it came from."""
+    image_processor: str | None
+    """Where they came from."""
 
     @classmethod
     def of(
         cls,
         source: Source,
-        config: LanguageConfig,
+        config: LanguageConfig | VisionConfig,
         tensors: Mapping[str, Tensor],
         *,
         to: str,
-        tokenizer: str | None,
+        tokenizer: str | None = None,
+        image_processor: str | None = None,
     ) -> "Receipt":
         return cls(
             source=source.name,
@@ -45,6 +48,7 @@ class Receipt:
             parameters=sum(tensor.numel() for tensor in tensors.values()),
             dtype=str(next(iter(tensors.values())).dtype).removeprefix("torch."),
             tokenizer=tokenizer,
+            image_processor=image_processor,
         )
 
     def asdict(self) -> dict[str, Any]:

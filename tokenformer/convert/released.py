@@ -18,7 +18,14 @@ from tokenformer.convert.errors import ConversionError, shown
 from tokenformer.convert.folder import write_folder
 from tokenformer.convert.receipt import Receipt
 from tokenformer.convert.released_config import to_ours, to_released
-from tokenformer.convert.source import CONFIG, RELEASED, WEIGHTS, Source, read_config
+from tokenformer.convert.source import (
+    CONFIG,
+    RELEASED,
+    TOKENFORMER,
+    WEIGHTS,
+    Source,
+    read_config,
+)
 from tokenformer.convert.state_dict import read_state_dict
 from tokenformer.convert.tokenizer import find_tokenizer
 from tokenformer.growth.folder import COMPANIONS, stored_tensors
@@ -49,7 +56,9 @@ def convert_released(
     config = TokenformerConfig(**options, **({} if found is None else found.ends))
     names = released_names(config.num_hidden_layers)
     tensors = {ours: stored[theirs] for ours, theirs in names.items()}
-    return write_folder(source, config, tensors, found, out)
+    write_folder(config, tensors, None if found is None else found.tokenizer, out)
+    origin = None if found is None else found.origin
+    return Receipt.of(source, config, tensors, to=TOKENFORMER, tokenizer=origin)
 
 
 def convert_to_released(source: Source, out: Path) -> Receipt:

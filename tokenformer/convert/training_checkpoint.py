@@ -1,18 +1,22 @@
 """A checkpoint of a training run to a Hugging Face folder, as the run itself exports its model."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from torch import Tensor
 
 from tokenformer.convert.errors import ConversionError
 from tokenformer.convert.folder import write_folder
+from tokenformer.convert.image_processor import find_image_processor
 from tokenformer.convert.receipt import Receipt
-from tokenformer.convert.source import Source
+from tokenformer.convert.source import TOKENFORMER, Source
 from tokenformer.convert.tokenizer import TOKENIZER, find_tokenizer
 from tokenformer.data.corpus import TOKENIZER as CORPUS_TOKENIZER
 from tokenformer.models.catalogue import blank
+from tokenformer.models.configuration import LanguageConfig
 from tokenformer.train import manifest
 from tokenformer.train.checkpoint import compare, read_state
 from tokenformer.train.ranks import CheckpointError, Ranks
@@ -41,8 +45,24 @@ def convert_checkpoint(
     except CheckpointError as error:
         raise ConversionError(str(error)) from None
     tensors = {name.removeprefix(prefix): tensor for name, tensor in targets.items()}
-    found = find_tokenizer(tokenizer, tokenizer_folder(source.path), model.config.vocab_size)
-    return write_folder(source, model.config, tensors, found, out)
+    return written(source, model.config, tensors, tokenizer, out)
+
+
+def written(
+    source: Source, config: Any, tensors: dict[str, Tensor], tokenizer: str | None, out: Path
+) -> Receipt:
+    """The folder, with the tokenizer or the image processor of the run."""
+    told = partial(Receipt.of, source, config, tensors, to=TOKENFORMER)
+    if isinstance(config, LanguageConfig):
+        found = find_tokenizer(tokenizer, tokenizer_folder(source.path), config.vocab_size)
+        write_folder(config, tensors, None if found is None else found.tokenizer, out)
+        return told(tokenizer=None if found is None else found.origin)
+    if tokenizer is not None:
+        raise ConversionError(f"--tokenizer {tokenizer} is not for a model of images")
+    run = run_of(source.path)
+    images = find_image_processor(run / MODEL, run, config)
+    write_folder(config, tensors, images.processor, out)
+    return told(image_processor=images.origin)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -61,9 +81,13 @@ def choose(weights: str | None, saved: Metadata) -> str:
     return weights or (AVERAGE if kept else LAST)
 
 
+def run_of(path: Path) -> Path:
+    return path.resolve().parent.parent
+
+
 def tokenizer_folder(path: Path) -> Path:
     """That of the run's own export, or of the corpus that the run was told to train on."""
-    run = path.resolve().parent.parent
+    run = run_of(path)
     if (run / MODEL / TOKENIZER).exists():
         return run / MODEL
     try:
