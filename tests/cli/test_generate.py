@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 
 import pytest
@@ -73,9 +74,10 @@ def test_a_prompt_from_the_standard_input(parrot, monkeypatch):
     [
         (["--prompt", "x" * 128], "the prompt has 128 tokens, the model's context 128"),
         (["--prompt", "a", "--stop", ""], "--stop"),
+        (["--prompt", os.fsdecode(b"a\xff")], "--prompt is not UTF-8 text"),
         (["--prompt", "a", "--repetition_penalty", "0"], "--repetition_penalty 0"),
     ],
-    ids=lambda value: value[-2] if isinstance(value, list) else "",
+    ids=lambda value: ascii(value[-1][:9]) if isinstance(value, list) else "",
 )
 def test_bad_input_is_one_line(arguments, named, parrot, capsys):
     with pytest.raises(SystemExit) as end:

@@ -73,12 +73,15 @@ def generate(
 
 
 def read_prompt(prompt: str) -> str:
-    if prompt != "-":
-        return prompt
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        if prompt == "-":
+            return sys.stdin.buffer.read().decode("utf-8")
+        prompt.encode("utf-8")  # bytes of a command line that are no text come as surrogates
     except UnicodeDecodeError:
         raise InputError("--prompt -: the standard input is not UTF-8 text") from None
+    except UnicodeEncodeError:
+        raise InputError("--prompt is not UTF-8 text") from None
+    return prompt
 
 
 def read_prompts(path: Path | None) -> list[str]:
