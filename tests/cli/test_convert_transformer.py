@@ -139,6 +139,33 @@ def test_distillation_brings_it_closer_and_json_says_so(home, capsys):
     assert {entry["form"] for entry in report["maps"]} == {"pair", "fitted"}
 
 
+def test_before_and_after_distillation_are_measured_on_the_same_text(home, capsys):
+    (home / "other.txt").write_text("Another text, of other letters. " * 40)
+    run("convert llama --out ours --data text.txt --distill other.txt --steps 1 --json")
+    report = json.loads(capsys.readouterr().out)
+    after = report["distilled"]["comparison"]
+    assert after["source_loss"] == report["comparison"]["source_loss"]
+
+
+def test_weights_as_gpt2_was_published(home, capsys):
+    """Named from within its core, with the causal masks of its time, in the words of its time."""
+    Path("old").mkdir()
+    tensors = {
+        name.removeprefix("transformer."): tensor
+        for name, tensor in load_file("gpt2/model.safetensors").items()
+    }
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 32, 32).tril() for layer in range(2)}
+    save_file(tensors | masks, "old/model.safetensors", metadata={"format": "pt"})
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "n_ctx": 32}
+    config = {"model_type": "gpt2", "vocab_size": VOCAB_SIZE, "eos_token_id": END_OF_TEXT, **sizes}
+    Path("old/config.json").write_text(json.dumps(config))
+    run("convert old --out ours")
+    run("convert gpt2 --out new")
+    first, second = (load_file(f"{name}/model.safetensors") for name in ("ours", "new"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 def test_prepared_text_serves_and_our_own_twin_is_a_source(home, capsys):
     (home / "texts").mkdir()
     lines = (home / "text.txt").read_text().splitlines()

@@ -47,12 +47,13 @@ def convert_transformer(
         for option, path in {"--data": data, "--distill": distill}.items()
     }
     text = texts["--data"] or texts["--distill"]
+    measured = texts["--distill"] or text  # before and after training on the same
     layers = original.config.num_hidden_layers
     try:
         model, report = from_transformer(
             original,
             None if text is None else text.batches(),
-            held_out=None if text is None else text.held_out_batches(),
+            held_out=None if measured is None else measured.held_out_batches(),
             linear=linear,
             on_layer=lambda done: on_progress(f"{done} of {layers} layers"),
         )
