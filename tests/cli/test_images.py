@@ -151,7 +151,7 @@ def test_what_cannot_be_done_is_said(
         (["predict", model, str(tmp_path / "torn.png"), "--top", "0"], "--top 0 must be at least"),
         (["evaluate", model, "--images", "digits"], "have 10 classes, of which the model, with 3"),
         (["evaluate", model, "--images", "digits", "--tasks", "piqa"], "for a language model"),
-        (["evaluate", model, "--images", str(tmp_path / "none")], "neither a folder nor a dataset"),
+        (["evaluate", model, "--images", "no/where/here"], "neither a folder nor a dataset"),
         (["evaluate", model, "--perplexity", "x", "--confusion", "x.png"], "--confusion"),
         (["evaluate", model, "--images", str(pictures), "--confusion", str(tmp_path / "a" / "b")],
          "cannot be written"),

@@ -186,3 +186,27 @@ def test_nothing_a_config_names_is_imported(
     main(["inspect", str(tmp_path), "--json"])
     assert json.loads(capsys.readouterr().out)["tokenformer"]["width"] == 768
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "parameters"),
+    [
+        ("base-match", "tokenformer", 86_447_848),
+        ("Large", "tokenformer", 404_670_440),
+        ("transformer-base", "transformer", 86_447_848),
+    ],
+)
+def test_an_image_classifier_by_its_preset(name, family, parameters, capsys):
+    main(["inspect", name, "--json"])
+    found = json.loads(capsys.readouterr().out)[family]
+    assert found["parameters"]["total"] == parameters
+    assert found["memory_bytes"]["state"]["total"] == 16 * parameters
+    forward = found["flops"]["forward"]
+    assert forward["ffn"] == 2 * found["parameters"]["ffn"] * 197, "every weight, every position"
+    main(["inspect", name])
+    printed = capsys.readouterr().out
+    assert f"{parameters:,}" in printed
+    assert "patches of 16 x 16" in printed
+    with pytest.raises(SystemExit):
+        main(["inspect", name, "--length", "9"])
+    assert "is an image classifier, for which there is no --length" in capsys.readouterr().err

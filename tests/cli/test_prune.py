@@ -4,13 +4,21 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoTokenizer,
+)
 
 import tokenformer
 from tests.growth.test_tokens import trained
 from tokenformer.cli import main
 from tokenformer.cli.samples import read_samples
 from tokenformer.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
+from tokenformer.data.image_batches import ImageReader
+from tokenformer.data.image_sources import load_images
+from tokenformer.models.image_processing import TokenformerImageProcessor
 
 TEXT = "The quick brown fox — naïve, perhaps — jumps over the lazy dog.\n" * 60
 
@@ -130,3 +138,58 @@ def test_other_tokenizers_shapes_and_vocabularies_are_told(home, monkeypatch, ca
         run(home, monkeypatch, "merge", "small", "grown", "--out", "new")
     assert "models of different tokenizers" in capsys.readouterr().err
     assert not (home / "new").exists()
+
+
+@pytest.fixture
+def classifier(tmp_path):
+    torch.manual_seed(0)
+    config = tokenformer.TokenformerVisionConfig(
+        image_size=8, patch_size=4, num_channels=1, num_labels=10, hidden_size=16,
+        num_hidden_layers=2, num_attention_heads=2, initializer_range=0.3,
+    )  # fmt: skip
+    model = tokenformer.TokenformerForImageClassification(config)
+    model.save_pretrained(tmp_path / "classifier")
+    TokenformerImageProcessor.for_size(8, 1).save_pretrained(tmp_path / "classifier")
+    return tmp_path / "classifier"
+
+
+def test_a_classifier_is_pruned_on_images_and_joined(classifier, monkeypatch, capsys):
+    home = classifier.parent
+    words = ["prune", "classifier", "--images", "digits", "--sequences", 200, "--keep", 0.5]
+    run(home, monkeypatch, *words, "--out", "half")
+    stored = AutoModelForImageClassification.from_pretrained(home / "half")
+    assert stored.config.ffn_tokens == 32
+    assert (home / "half" / "preprocessor_config.json").exists()
+    whole = AutoModelForImageClassification.from_pretrained(classifier)
+    reader = ImageReader(
+        load_images("digits").train, AutoImageProcessor.from_pretrained(classifier), 10
+    )
+    batches = [batch.to("cpu").pixels for batch in reader.held_out(8, 200)]
+    expected, _ = tokenformer.prune(whole, batches, keep=0.5)
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(parameter, stored.get_parameter(name))
+    run(home, monkeypatch, "merge", "classifier", "classifier", "--out", "joined")
+    joined = AutoModelForImageClassification.from_pretrained(home / "joined")
+    with torch.no_grad():
+        torch.testing.assert_close(joined(batches[0]).logits, whole(batches[0]).logits)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--keep", "0.5"], "--images is missing"),
+        (["--keep", "0.5", "--data", "x"], "is an image classifier, for which there is no --data"),
+        (["--keep", "0.5", "--images", "no/where/here"], "neither a folder nor a dataset"),
+    ],
+)
+def test_what_a_classifier_is_not_pruned_by(classifier, monkeypatch, capsys, words, told):
+    with pytest.raises(SystemExit):
+        run(classifier.parent, monkeypatch, "prune", "classifier", *words, "--out", "none")
+    assert told in capsys.readouterr().err
+    assert not (classifier.parent / "none").exists()
+
+
+def test_a_language_model_is_not_pruned_on_images(home, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        run(home, monkeypatch, "prune", "small", "--images", "digits", "--out", "none")
+    assert "is a language model, for which there is no --images" in capsys.readouterr().err

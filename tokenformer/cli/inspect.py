@@ -8,12 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenformer.cli.errors import InputError
-from tokenformer.models.presets import TOKENFORMER_PRESETS, TRANSFORMER_PRESETS
+from tokenformer.models.presets import (
+    TOKENFORMER_PRESETS,
+    TRANSFORMER_PRESETS,
+    VISION_TOKENFORMER_PRESETS,
+    VISION_TRANSFORMER_PRESETS,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from tokenformer.models.block_configuration import BlockConfig
     from tokenformer.models.configuration import LanguageConfig
+    from tokenformer.models.vision_configuration import VisionConfig
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 LONGEST = 10**9
@@ -40,9 +47,12 @@ def inspect(
 ) -> None:
     """Parameters, FLOPs and memory of a preset or model folder, beside its Transformer twin.
 
+    Of an image classifier: parameters, FLOPs of one image, memory of weights and optimizer.
+
     Args:
-        model: A preset (124m, 354m, ...; transformer-124m, ... for the twins alone), or a folder
-            with a config.json.
+        model: A preset (124m, 354m, ...; of images base-match, base, large-match, large;
+            transformer-124m, transformer-base, ... for the twins alone), or a folder with a
+            config.json.
         lengths: Sequence lengths to count FLOPs at.
         batch_size: Sequences in a batch, for the memory of activations.
         length: Tokens in a sequence, for FLOPs by part and for memory; by default as many as the
@@ -58,8 +68,11 @@ def inspect(
     config = load_config(model)
 
     from tokenformer.models.accounting import twin
-    from tokenformer.models.configuration import TokenformerConfig
+    from tokenformer.models.configuration import LanguageConfig, TokenformerConfig
 
+    if not isinstance(config, LanguageConfig):
+        inspect_images(model, config, {"length": length, "plot": plot}, json=json)
+        return
     length = length or config.max_position_embeddings
     configs = {"tokenformer": config} if isinstance(config, TokenformerConfig) else {}
     configs["transformer"] = twin(config) if isinstance(config, TokenformerConfig) else config
@@ -106,22 +119,33 @@ def is_folder(path: Path) -> bool:
         return False
 
 
-def load_config(model: str) -> "LanguageConfig":
+def load_config(model: str) -> "LanguageConfig | VisionConfig":
     """The configuration of a preset or of a folder's config.json. A folder that has a preset's name
     is reached as ./NAME."""
+    from tokenformer.models.catalogue import MODELS
     from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
+    from tokenformer.models.vision_configuration import (
+        TokenformerVisionConfig,
+        TransformerVisionConfig,
+    )
 
-    name = model.lower()
+    name, size = model.lower(), model.lower().removeprefix(TRANSFORMER_PREFIX)
     if name in TOKENFORMER_PRESETS:
         return TokenformerConfig.from_preset(name)
-    if name.removeprefix(TRANSFORMER_PREFIX) in TRANSFORMER_PRESETS:
-        return TransformerConfig.from_preset(name.removeprefix(TRANSFORMER_PREFIX))
+    if name in VISION_TOKENFORMER_PRESETS:
+        return TokenformerVisionConfig.from_preset(name)
+    if size in TRANSFORMER_PRESETS:
+        return TransformerConfig.from_preset(size)
+    if size in VISION_TRANSFORMER_PRESETS:
+        return TransformerVisionConfig.from_preset(size)
     folder = Path(model)
     if not is_folder(folder):
-        twins = [TRANSFORMER_PREFIX + size for size in TRANSFORMER_PRESETS]
+        own = (*TOKENFORMER_PRESETS, *VISION_TOKENFORMER_PRESETS)
+        plain = (*TRANSFORMER_PRESETS, *VISION_TRANSFORMER_PRESETS)
+        twins = [TRANSFORMER_PREFIX + size for size in plain]
         raise InputError(
             f"{model} is neither a preset nor a folder; give a folder with a config.json, "
-            f"or one of {', '.join([*TOKENFORMER_PRESETS, *twins])}"
+            f"or one of {', '.join([*own, *twins])}"
         )
     file = folder / "config.json"
     try:
@@ -134,8 +158,8 @@ def load_config(model: str) -> "LanguageConfig":
         raise InputError(f"{file} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file} is not JSON: {one_line(error)}") from None
-    # Chosen from our own two classes, so that nothing a config.json names is ever imported.
-    classes = {known.model_type: known for known in (TokenformerConfig, TransformerConfig)}
+    # Chosen from our own classes, so that nothing a config.json names is ever imported.
+    classes = {known.model_type: known for known in MODELS}
     kind = options.get("model_type") if isinstance(options, dict) else None
     if not isinstance(kind, str) or kind not in classes:
         raise InputError(f"{file} has model_type {kind!r}; accepted are {', '.join(classes)}")
@@ -165,9 +189,7 @@ def account(
     state = accounting.state_bytes(config)
     activations = accounting.activation_bytes(config, batch_size, length)
     return {
-        "layers": config.num_hidden_layers,
-        "width": config.hidden_size,
-        "heads": config.num_attention_heads,
+        **shape(config),
         "parameters": with_total(accounting.count_parameters(config)),
         "flops": flops(length),
         "flops_by_length": [flops(at) for at in lengths],
@@ -177,6 +199,60 @@ def account(
             "total": sum(state.values()) + sum(activations.values()),
         },
     }
+
+
+def inspect_images(
+    model: str, config: "VisionConfig", unfit: dict[str, Any], *, json: bool
+) -> None:
+    """`unfit`: options that only a language model has."""
+    from tokenformer.models import accounting
+
+    for name, value in unfit.items():
+        if value is not None:
+            raise InputError(f"{model} is an image classifier, for which there is no --{name}")
+    found: dict[str, Any] = {
+        **shape(config),
+        "parameters": with_total(accounting.count_parameters(config)),
+        "flops": {
+            "images": 1,
+            "forward": with_total(accounting.image_forward_flops(config)),
+            "training": with_total(accounting.image_training_flops(config)),
+        },
+        "memory_bytes": {"state": with_total(accounting.state_bytes(config))},
+    }
+    family = "tokenformer" if hasattr(config, "ffn_tokens") else "transformer"
+    if json:
+        sys.stdout.write(dumps({"model": model, family: found}, indent=2) + "\n")
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    size, side = config.image_size, config.patch_size
+    pictures = f"images of {size} x {size} in patches of {side} x {side}"
+    console.print(headline(family, found))
+    console.print(f"{pictures}, {config.num_labels:,} classes")
+    memory = new_table(["", family])
+    add_parts(memory, [found["memory_bytes"]["state"]], in_bytes)
+    for title, table in {
+        "Parameters": parameter_table([found], [family]),
+        "FLOPs by part, one image": flops_table([found], [family]),
+        "Memory of model and optimizer, fp32 and AdamW": memory,
+    }.items():
+        console.print()
+        console.print(title, style="bold")
+        console.print(table)
+
+
+def shape(config: "BlockConfig") -> dict[str, int]:
+    return {
+        "layers": config.num_hidden_layers,
+        "width": config.hidden_size,
+        "heads": config.num_attention_heads,
+    }
+
+
+def headline(family: str, found: dict[str, Any]) -> str:
+    return f"{family}: {found['layers']} layers, width {found['width']}, {found['heads']} heads"
 
 
 def with_total(parts: dict[str, int]) -> dict[str, int]:
@@ -190,9 +266,7 @@ def show(report: dict[str, Any], families: list[str]) -> None:
     console.width = max(console.width, WIDEST)  # a narrow terminal wraps lines; it loses no digits
     models = [report[family] for family in families]
     for family, model in zip(families, models, strict=True):
-        console.print(
-            f"{family}: {model['layers']} layers, width {model['width']}, {model['heads']} heads"
-        )
+        console.print(headline(family, model))
     length, batch_size = report["length"], report["batch_size"]
     legend = "share: token-token attention"
     if len(models) == 2:
@@ -243,9 +317,6 @@ def length_table(models: list[dict[str, Any]], families: list[str]) -> "Table":
 
 
 def memory_table(models: list[dict[str, Any]], families: list[str]) -> "Table":
-    def in_bytes(number: int) -> str:
-        return quantity(number, "B")
-
     table = new_table(["", *families])
     memories = [model["memory_bytes"] for model in models]
     add_parts(table, [memory["state"] for memory in memories], in_bytes, "model and optimizer")
@@ -286,6 +357,10 @@ def add_parts(
     table.add_section()
     table.add_row(total, *(written(column["total"]) for column in columns))
     table.add_section()
+
+
+def in_bytes(number: int) -> str:
+    return quantity(number, "B")
 
 
 def quantity(number: int, unit: str = "") -> str:

@@ -23,8 +23,8 @@ def merge_models(
     Args:
         a: A model folder; its tokens come first.
         b: Another, with the same tokenizer.
-        out: A new folder for the joined model, with the tokenizer and growth.json, the report; it
-            must be given.
+        out: A new folder for the joined model, with the tokenizer or image processor and
+            growth.json, the report; it must be given.
         embeddings: Whose embeddings and norms: a, b or average.
         own: Tokens that only one has: average, with half their value, so that a layer becomes the
             mean of both; or sum, with all of it.

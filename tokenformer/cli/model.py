@@ -59,11 +59,13 @@ def load_tokenformer(folder: Path) -> Any:
     """A TokenFormer from its folder, in eval mode, for what is done to tokens alone."""
     from transformers import AutoConfig
 
-    import tokenformer  # so that the Auto classes know ours
+    # Imported before AutoConfig is asked, so that the Auto classes know ours.
+    from tokenformer.models.catalogue import MODELS
+    from tokenformer.models.projection_configuration import TokenConfig
 
     if not (folder / "config.json").exists():
         raise InputError(f"{folder} is not a model folder: it has no config.json")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if not isinstance(config, tokenformer.TokenformerConfig):
-        raise InputError(f"{folder} is a {config.model_type} model, not a TokenFormer of text")
-    return tokenformer.TokenformerForCausalLM.from_pretrained(folder).eval()
+    if not isinstance(config, TokenConfig):
+        raise InputError(f"{folder} is a {config.model_type} model, not a TokenFormer")
+    return MODELS[type(config)].from_pretrained(folder).eval()

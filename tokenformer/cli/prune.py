@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenformer.cli.errors import InputError
 from tokenformer.cli.folder import new_folder
-from tokenformer.cli.samples import LONGEST, read_samples
+from tokenformer.cli.samples import LONGEST, read_image_samples, read_samples
 
 
 def prune_model(
@@ -22,6 +22,7 @@ def prune_model(
     sequences: int = 128,
     length: int | None = None,
     refit: bool = True,
+    images: str | None = None,
     json: bool = False,
 ) -> None:
     """Drop the parameter tokens that matter least on data; without data, those that cannot matter.
@@ -29,18 +30,20 @@ def prune_model(
     Args:
         model: A model folder.
         data: A folder made by `tokenformer prepare`, to measure on what each token does. Without it
-            only tokens with zero keys go, at no loss.
+            and without --images only tokens with zero keys go, at no loss.
         keep: The share of every layer's tokens to keep, such as 0.5.
-        out: A new folder for the smaller model, with its tokenizer and growth.json, the report; it
-            must be given.
+        out: A new folder for the smaller model, with its tokenizer or image processor and
+            growth.json, the report; it must be given.
         qkv_tokens: Instead of --keep: tokens of each of the q, k and v projections.
         output_tokens: Instead of --keep: tokens of each output projection.
         ffn_tokens: Instead of --keep: tokens of each feed-forward layer.
         split: The split to measure on.
-        sequences: How many sequences to measure on, spread over the split.
+        sequences: How many sequences or images to measure on, spread over the split.
         length: Their length; by default what the model was made for, at most 512.
         refit: Fit the values that are kept to make up for those that are not; --refit=false leaves
             them as they are.
+        images: For an image classifier, instead of --data: images as `tokenformer train` takes
+            them, such as a folder of images by class, or digits.
         json: Print the report as JSON.
     """
     if out is None:
@@ -59,28 +62,37 @@ def prune_model(
     from tokenformer.data.errors import DataError
     from tokenformer.growth.folder import save
     from tokenformer.growth.prune import prune
+    from tokenformer.models.vision_configuration import VisionConfig
     from tokenformer.train.distribution import device
 
+    wanted = "data"
     logging.disable_progress_bar()
     try:
         with new_folder("--out", out) as folder:
             whole = load_tokenformer(model).to(device())
-            longest = min(LONGEST, whole.config.max_position_embeddings)
             batches = None
-            if data is not None:
-                batches = read_samples(
-                    data,
-                    split=split,
-                    sequences=sequences,
-                    length=length or longest,
-                    vocab_size=whole.config.vocab_size,
-                )
+            if isinstance(whole.config, VisionConfig):
+                wanted = "images"
+                refuse(model, "an image classifier", data=data, length=length)
+                if images is not None:
+                    batches = read_image_samples(images, model, whole, count=sequences)
+            else:
+                refuse(model, "a language model", images=images)
+                longest = min(LONGEST, whole.config.max_position_embeddings)
+                if data is not None:
+                    batches = read_samples(
+                        data,
+                        split=split,
+                        sequences=sequences,
+                        length=length or longest,
+                        vocab_size=whole.config.vocab_size,
+                    )
             with Console(stderr=True).status("measuring what each token does"):
                 smaller, report = prune(whole, batches, keep=keep, refit=refit, **tokens)
             save(smaller, report, model, folder)
     except (ValueError, SafetensorError, DataError) as error:
         line = " ".join(str(error).split())
-        raise InputError(line.replace("batches is missing", "--data is missing")) from None
+        raise InputError(line.replace("batches is missing", f"--{wanted} is missing")) from None
     except OSError as error:
         raise InputError(f"{error.filename or out}: {error.strerror or error}") from None
     finally:
@@ -88,3 +100,9 @@ def prune_model(
     sys.stdout.write(
         (dumps(report.asdict(), indent=2) if json else f"{report}\nKept in {out}") + "\n"
     )
+
+
+def refuse(model: Path, kind: str, **options: Any) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise InputError(f"{model} is {kind}, for which there is no --{name}")

@@ -1,7 +1,7 @@
-"""Samples of a prepared corpus, for verbs that look at what a model does on text."""
+"""Samples for verbs that look at what a model does: of a prepared corpus, or of images."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenformer.cli.errors import InputError
 
@@ -29,3 +29,16 @@ def read_samples(
         )
     found = fixed_batches(corpus.split(split), batch_size=1, length=length, count=sequences)
     return list(torch.cat(found)[:, :-1].split(BATCH_SIZE))
+
+
+def read_image_samples(source: str, folder: Path, model: Any, *, count: int) -> "list[Tensor]":
+    """Pixels [B, C, H, W] of images spread over those to train on, as the model's folder has them
+    prepared."""
+    from transformers import AutoImageProcessor
+
+    from tokenformer.data.image_batches import ImageReader
+    from tokenformer.data.image_sources import load_images
+
+    processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
+    reader = ImageReader(load_images(source).train, processor, model.config.num_labels)
+    return [batch.to("cpu").pixels for batch in reader.held_out(BATCH_SIZE, count)]
