@@ -160,13 +160,10 @@ def train(recipe: Any, folder: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from tokenformer.train.recipe import record
-    from tokenformer.train.run import Run
-    from tokenformer.train.text_materials import TextMaterials
+    from tokenformer.train.run import run_recipe
 
     if not (folder / "loss.png").exists():
-        record(recipe, folder)
-        Run(folder, recipe, TextMaterials(recipe), lambda line: None).go(lambda row: None)
+        run_recipe(recipe, folder)
 
 
 Job = tuple[Regime, Path, Path, str, int, float]

@@ -139,14 +139,11 @@ def run_one(job: Job) -> Result:
     folder = out / f"{re.sub('[^a-z0-9]+', '-', name.lower())}-{seed}"
     if name == "linear":
         return linear(images, folder, seed, steps)
-    from tokenformer.train.materials import materials_of
-    from tokenformer.train.recipe import record
-    from tokenformer.train.run import Run
+    from tokenformer.train.run import run_recipe
 
     recipe = recipe_of(images, name, seed, steps)
     if not (folder / "loss.png").exists():
-        record(recipe, folder)
-        Run(folder, recipe, materials_of(recipe), lambda line: None).go(lambda row: None)
+        run_recipe(recipe, folder)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     measured = [row for row in rows if "val_accuracy" in row]
     report = folder / "growth-2.json"

@@ -89,14 +89,17 @@ def test_printed_for_people(folder, text_file, capsys):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["evaluate", "MODEL"], "give --tasks NAMES or --perplexity"),
+        (["evaluate", "MODEL"], "give --tasks NAMES, --perplexity DATA or --images"),
         (["evaluate", "MODEL", "--tasks", "piqa", "--length", "8"], "8 is for --perplexity"),
         (["evaluate", "MODEL", "--perplexity", "absent"], "absent does not exist"),
         (["evaluate", "MODEL", "--perplexity", "FILE", "--split", "test"], "--split test"),
         (["evaluate", "MODEL", "--perplexity", "FILE", "--length", "8", "--stride", "9"], "9"),
         (["evaluate", "MODEL", "--perplexity", "FILE", "--limit", "0"], "--limit 0"),
         (["evaluate", "MODEL", "--perplexity", "FOLDER"], "no prepared corpus"),
-        (["evaluate", "FOLDER/nothing", "--perplexity", "FILE"], "nothing cannot be loaded"),
+        (
+            ["evaluate", "FOLDER/nothing", "--perplexity", "FILE"],
+            "nothing cannot be loaded: there is",
+        ),
         (["evaluate", "FOLDER", "--perplexity", "FILE"], "has no config.json"),
         (["generate", "MODEL"], "give --prompt"),
         (["generate", "MODEL", "--prompt", "a", "--temperature", "0"], "--greedy"),

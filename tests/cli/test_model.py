@@ -2,9 +2,13 @@
 
 import io
 import json
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tokenformer.cli import main
 
@@ -31,3 +35,59 @@ def test_code_in_a_folder_is_not_run(verb, tmp_path, monkeypatch, capsys):
     assert end.value.code == 2
     assert "contains custom code" in capsys.readouterr().err
     assert not ran.exists()
+
+
+@pytest.fixture
+def copied(parrot, tmp_path):
+    """A model folder to spoil."""
+    return Path(shutil.copytree(parrot, tmp_path / "copied"))
+
+
+def refused(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in words])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    return said
+
+
+def test_spoiled_weights_are_told_in_a_line(copied, capsys):
+    words = ["generate", copied, "--prompt", "a"]
+    file = copied / "model.safetensors"
+    tensors = load_file(file)
+    spoiled = {**tensors, "model.norm.weight": torch.ones(3)}
+    spoiled.pop("model.norm.bias")
+    save_file(spoiled, file, {"format": "pt"})
+    said = refused(words, capsys)
+    assert "missing are model.norm.bias" in said
+    assert "of the wrong shape are model.norm.weight [3] for [32]" in said
+    save_file(tensors, file, {"format": "pt"})
+    file.write_bytes(file.read_bytes()[:-100])
+    assert f"{copied} cannot be loaded" in refused(words, capsys)
+
+
+@pytest.mark.parametrize("model", ["parrot", "neox"])
+def test_a_folder_without_a_tokenizer_is_refused(model, request, tmp_path, capsys):
+    folder = shutil.copytree(request.getfixturevalue(model), tmp_path / "bare")
+    for file in folder.glob("*token*"):
+        file.unlink()
+    capsys.readouterr()
+    said = refused(["generate", folder, "--prompt", "a"], capsys)
+    assert "tokenizer" in said
+    assert str(folder) in said
+
+
+def test_paths_do_not_go_to_the_hub(copied, capsys):
+    weights = copied / "model.safetensors"
+    assert "is a file; give the model folder" in refused(
+        ["generate", weights, "--prompt", "a"], capsys
+    )
+    for path in (copied / "absent", "./absent", "some/folder/absent"):
+        assert "there is no such folder" in refused(["generate", path, "--prompt", "a"], capsys)
+
+
+def test_inspect_takes_a_runs_folder(parrot, tmp_path, capsys):
+    shutil.copytree(parrot, tmp_path / "run" / "model")
+    main(["inspect", str(tmp_path / "run"), "--json"])
+    assert json.loads(capsys.readouterr().out)["tokenformer"]["width"] == 32

@@ -149,3 +149,19 @@ def test_options_are_checked():
                     {"smallest_crop": 0.0}):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(options))):
             AugmentationOptions(**options)
+
+
+def test_a_batch_that_was_expected_is_the_same_and_not_made_twice(monkeypatch) -> None:
+    plain, ahead = reader(), reader(workers=2)
+    made: list[object] = []
+    sample = ImageReader.sample
+    monkeypatch.setattr(
+        ImageReader, "sample", lambda self, *a: (made.append(a[0]), sample(self, *a))[1]
+    )
+    ahead.expect(40, 8, 7, EVERYTHING)
+    ahead.expect(16, 8, 7, EVERYTHING)  # the first is given up
+    expected = ahead.training_batch(16, 8, 7, EVERYTHING)
+    assert len([key for key in made if key in ahead.keys(16, 8, 7)]) == 8
+    assert torch.equal(expected.pixels, plain.training_batch(16, 8, 7, EVERYTHING).pixels)
+    other = ahead.training_batch(24, 8, 7, EVERYTHING)  # not what was expected
+    assert torch.equal(other.targets, plain.training_batch(24, 8, 7, EVERYTHING).targets)

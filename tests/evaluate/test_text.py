@@ -5,7 +5,8 @@ import pytest
 from tokenformer.cli import main
 from tokenformer.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
 from tokenformer.data.errors import DataError
-from tokenformer.evaluate.text import open_corpus, read_text
+from tokenformer.data.model_corpus import open_corpus
+from tokenformer.evaluate.text import read_text
 
 
 @pytest.fixture

@@ -147,7 +147,8 @@ def load_config(model: str) -> "LanguageConfig | VisionConfig":
             f"{model} is neither a preset nor a folder; give a folder with a config.json, "
             f"or one of {', '.join([*own, *twins])}"
         )
-    file = folder / "config.json"
+    inside = folder / "model" / "config.json"  # of a run
+    file = inside if inside.exists() else folder / "config.json"
     try:
         options = loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -11,7 +11,7 @@ def load_model(name: str) -> tuple[Any, Any]:
     """Any Hugging Face causal language model, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    return load_pair(name, AutoModelForCausalLM, AutoTokenizer)
+    return load_pair(name, AutoModelForCausalLM, AutoTokenizer, "tokenizer")
 
 
 def load_classifier(name: str) -> tuple[Any, Any]:
@@ -21,38 +21,51 @@ def load_classifier(name: str) -> tuple[Any, Any]:
 
     from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-    return load_pair(name, AutoModelForImageClassification, AutoImageProcessor)
+    return load_pair(name, AutoModelForImageClassification, AutoImageProcessor, "image processor")
 
 
-def load_pair(name: str, model_class: Any, preprocessor_class: Any) -> tuple[Any, Any]:
-    """A model in eval mode on the best device, and its tokenizer or image processor.
-
-    No code that a folder may bring is run; left out, `trust_remote_code` asks on the terminal.
-    """
+def load_pair(name: str, model_class: Any, reader_class: Any, reader_name: str) -> tuple[Any, Any]:
+    """A model in eval mode on the best device, and what reads for it."""
+    from safetensors import SafetensorError
     from transformers.utils import logging
 
     import tokenformer  # noqa: F401  # so that the Auto classes know ours
+    from tokenformer.models.loading import load_whole
     from tokenformer.train.distribution import device
 
-    folder = Path(name)
-    if folder.is_dir() and not (folder / "config.json").exists():
-        inside = next((p for p in (folder / "model", folder) if (p / "config.json").exists()), None)
-        if inside is None:
-            raise InputError(f"{name} has no config.json; give a model folder or a hub name")
-        name = str(inside)
+    name = model_name(name)
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
+    what = name
     try:
-        model = model_class.from_pretrained(name, trust_remote_code=False)
-        model = model.to(device()).eval()
-        preprocessor = preprocessor_class.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+        model = load_whole(model_class, name).to(device()).eval()
+        what = f"the {reader_name} of {name}"
+        reader = reader_class.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise InputError(f"{name} cannot be loaded: {lines[0]}") from None
+        raise InputError(f"{what} cannot be loaded: {lines[0]}") from None
     finally:
         if shown:
             logging.enable_progress_bar()
-    return model, preprocessor
+    # Where a folder has no tokenizer, transformers makes one up that knows no text.
+    if reader_name == "tokenizer" and not set(reader.get_vocab()) - set(reader.all_special_tokens):
+        raise InputError(f"{name} has no tokenizer; put one into the folder")
+    return model, reader
+
+
+def model_name(name: str) -> str:
+    """The model folder that a path means, which of a run is the one inside; else a hub name."""
+    folder = Path(name)
+    if folder.is_file():
+        raise InputError(f"{name} is a file; give the model folder that it is in, or a hub name")
+    if folder.is_dir():
+        for inside in (folder, folder / "model"):
+            if (inside / "config.json").exists():
+                return str(inside)
+        raise InputError(f"{name} has no config.json; give a model folder or a hub name")
+    if folder.is_absolute() or name.startswith((".", "~")) or len(folder.parts) > 2:
+        raise InputError(f"{name} cannot be loaded: there is no such folder")
+    return name
 
 
 def load_tokenformer(folder: Path) -> Any:

@@ -59,7 +59,7 @@ def train(
     from tokenformer.train.peak import matmul_peak
     from tokenformer.train.progress import progress
     from tokenformer.train.ranks import CheckpointError
-    from tokenformer.train.recipe import record
+    from tokenformer.train.recipe import check_record, record
     from tokenformer.train.run import Run, StoppedError
     from tokenformer.train.spikes import TrainingError
 
@@ -70,9 +70,11 @@ def train(
         try:
             if ranks.first:
                 stack.enter_context(locked(folder))
-                record(whole, folder)
+                check_record(whole, folder)
             materials = materials_of(whole)
             job = Run(folder, whole, materials, lambda line: console.print(line, soft_wrap=True))
+            if ranks.first:
+                record(whole, folder)
         except BlockingIOError:
             raise InputError(
                 f"another process is training in {folder}; wait for it, or name another --out"

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tokenformer.convert.errors import ConversionError, shown
+from tokenformer.convert.errors import ConversionError
 from tokenformer.convert.folder import write_folder
 from tokenformer.convert.receipt import Receipt
 from tokenformer.convert.released_config import to_ours, to_released
@@ -30,6 +30,7 @@ from tokenformer.convert.state_dict import read_state_dict
 from tokenformer.convert.tokenizer import find_tokenizer
 from tokenformer.growth.folder import COMPANIONS, stored_tensors
 from tokenformer.models.configuration import TokenformerConfig
+from tokenformer.models.loading import shown
 
 PARTS = {
     "attention.q": "attention.query",

@@ -4,10 +4,9 @@ A sample is a pure function of (seed, epoch, image): which image it is, how it i
 other image it is mixed with. So the same sample comes after a resume, on any rank, in any batch.
 """
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -49,9 +48,13 @@ class AwaitedBatch:
         return self.read(self.places).to(device)
 
 
-@dataclass(frozen=True)
+Sample = tuple[Values, np.ndarray]
+"""Pixels [H, W, C] from 0 to 255, and the target [classes]."""
+
+
+@dataclass(eq=False)
 class ImageReader:
-    """Makes batches of the pictures of a set."""
+    """Makes batches of the pictures of a set, with `workers` while others are trained on."""
 
     pictures: ImageSet
     processor: Any
@@ -59,18 +62,42 @@ class ImageReader:
     num_classes: int
     workers: int = 0
     """Threads that decode and vary images; Pillow lets them run side by side."""
+    coming: dict[tuple[int, int], list["Future[Sample]"]] = field(init=False, default_factory=dict)
+    """What was told to be asked for next: the samples of (first sample, count)."""
+
+    def __post_init__(self) -> None:
+        self.threads = ThreadPoolExecutor(self.workers) if self.workers else None
+
+    def expect(
+        self, first_sample: int, count: int, seed: int, options: AugmentationOptions
+    ) -> None:
+        """Begin with a batch that is asked for soon; one that was expected before is given up."""
+        if self.threads is None:
+            return
+        for given_up in self.coming.values():
+            for future in given_up:
+                future.cancel()
+        keys = self.keys(first_sample, count, seed)
+        samples = [self.threads.submit(self.sample, key, options) for key in keys]
+        self.coming = {(first_sample, count): samples}
 
     def training_batch(
         self, first_sample: int, count: int, seed: int, options: AugmentationOptions
     ) -> ImageBatch:
         """The samples first_sample .. first_sample + count - 1 since the start of training."""
+        if coming := self.coming.pop((first_sample, count), None):
+            return self.batch([future.result() for future in coming])
+        keys = self.keys(first_sample, count, seed)
+        return self.batch(self.mapped(lambda key: self.sample(key, options), keys))
+
+    def keys(self, first_sample: int, count: int, seed: int) -> list[tuple[int, int, int]]:
+        """(seed, epoch, image) of these samples: all that they depend on."""
         places = shuffled(len(self.pictures), seed, first_sample, count).tolist()
-        epochs = [(first_sample + i) // len(self.pictures) for i in range(count)]
-
-        def make(pair: tuple[int, int]) -> tuple[Values, np.ndarray]:
-            return self.sample(pair[1], (seed, pair[0], pair[1]), options)
-
-        return self.batch(self.mapped(make, list(zip(epochs, places, strict=True))))
+        samples = range(first_sample, first_sample + count)
+        return [
+            (seed, sample // len(self.pictures), place)
+            for sample, place in zip(samples, places, strict=True)
+        ]
 
     def plain_batch(self, places: list[int]) -> ImageBatch:
         """These pictures as they are, for validation."""
@@ -85,15 +112,13 @@ class ImageReader:
             for start in range(0, count, batch_size)
         ]
 
-    def plain_sample(self, place: int) -> tuple[Values, np.ndarray]:
+    def plain_sample(self, place: int) -> Sample:
         pixels, label = self.pictures.picture(place)
         fitted = self.processor.fit(self.in_channels(pixels))
         return fitted.astype(np.float32), self.target(label, 0.0)
 
-    def sample(
-        self, place: int, key: tuple[int, int, int], options: AugmentationOptions
-    ) -> tuple[Values, np.ndarray]:
-        image, target = self.varied(place, options, generator(*key, VARY))
+    def sample(self, key: tuple[int, int, int], options: AugmentationOptions) -> Sample:
+        image, target = self.varied(key[-1], options, generator(*key, VARY))
         if options.mixup or options.cutmix:
             random = generator(*key, MIX)
             partner = int(random.integers(len(self.pictures)))
@@ -104,7 +129,7 @@ class ImageReader:
 
     def varied(
         self, place: int, options: AugmentationOptions, random: np.random.Generator
-    ) -> tuple[Values, np.ndarray]:
+    ) -> Sample:
         pixels, label = self.pictures.picture(place)
         made = augmented(self.in_channels(pixels), options, random, self.processor)
         return made.astype(np.float32), self.target(label, options.label_smoothing)
@@ -121,7 +146,7 @@ class ImageReader:
         target[label] += 1 - smoothing
         return target
 
-    def batch(self, samples: list[tuple[Values, np.ndarray]]) -> ImageBatch:
+    def batch(self, samples: list[Sample]) -> ImageBatch:
         pixels = np.stack([image for image, _ in samples])  # [B, H, W, C], from 0 to 255
         mean = np.asarray(self.processor.image_mean, np.float32)
         std = np.asarray(self.processor.image_std, np.float32)
@@ -131,17 +156,8 @@ class ImageReader:
             torch.from_numpy(np.stack([target for _, target in samples])),
         )
 
-    def mapped(self, make: Callable[[Any], Any], items: list[Any]) -> list[Any]:
-        with self.pool() as run:
-            return list(run(make, items))
-
-    @contextmanager
-    def pool(self) -> Iterator[Callable[..., Any]]:
-        if not self.workers:
-            yield map
-            return
-        with ThreadPoolExecutor(self.workers) as threads:
-            yield threads.map
+    def mapped(self, make: Callable[[Any], Sample], items: list[Any]) -> list[Sample]:
+        return list(map(make, items) if self.threads is None else self.threads.map(make, items))
 
 
 def generator(seed: int, epoch: int, place: int, purpose: int) -> np.random.Generator:

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from tokenformer.data.corpus import Corpus
 from tokenformer.data.errors import DataError
+from tokenformer.data.model_corpus import open_corpus
 from tokenformer.data.token_ids import TokenSequence
-from tokenformer.data.tokenizer import tokenizer_of_file
 
 DECODED_AT_ONCE = 1 << 20
 
@@ -39,24 +38,6 @@ def read_text(
     if len(tokens) < len(whole):
         size = len(tokenizer.decode(tokens.tolist(), skip_special_tokens=True).encode())
     return Text(tokens, size, count_words(tokens, tokenizer)), split
-
-
-def open_corpus(path: Path, tokenizer: Any, vocab_size: int) -> Corpus:
-    """A prepared corpus whose ids are those of the model; without a tokenizer, its size is all that
-    can be told of them."""
-    corpus = Corpus(path)
-    if corpus.vocab_size > vocab_size:
-        raise DataError(
-            f"{path} has a vocabulary of {corpus.vocab_size}, the model one of {vocab_size}; "
-            "prepare the text with the model's tokenizer"
-        )
-    if tokenizer is not None:
-        theirs = tokenizer_of_file(corpus.tokenizer / "tokenizer.json").get_vocab()
-        if not theirs.items() <= tokenizer.get_vocab().items():
-            raise DataError(
-                f"{path} has other ids than the model's tokenizer; prepare the text with that"
-            )
-    return corpus
 
 
 def read_file(path: Path, limit: int | None, tokenizer: Any) -> Text:

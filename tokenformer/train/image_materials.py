@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import torch
+
 from tokenformer.data.errors import DataError
 from tokenformer.data.image_batches import ImageReader
 from tokenformer.data.image_sources import load_images
 from tokenformer.data.images import ImageSet
 from tokenformer.models.catalogue import MODELS, blank
 from tokenformer.models.image_processing import TokenformerImageProcessor
+from tokenformer.models.loading import load_whole
 from tokenformer.models.vision_configuration import (
     TokenformerVisionConfig,
     TransformerVisionConfig,
@@ -59,7 +62,8 @@ class ImageMaterials:
         return blank(config_class(**{**native, **given, **options.options}))
 
     def loaded(self, folder: str, model_class: Any) -> Any:
-        model = model_class.from_pretrained(folder)
+        """In fp32, as `TextMaterials` does."""
+        model = load_whole(model_class, folder, dtype=torch.float32)
         if model.config.num_labels != len(self.classes):
             raise ValueError(
                 f"model.start_from={folder} knows {model.config.num_labels} classes, the images "

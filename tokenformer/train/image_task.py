@@ -47,6 +47,9 @@ class ImageTask:
     def batch(self, first_sample: int, count: int) -> ImageBatch:
         return self.pictures.training_batch(first_sample, count, self.seed, self.augmentation)
 
+    def expect(self, first_sample: int, count: int) -> None:
+        self.pictures.expect(first_sample, count, self.seed, self.augmentation)
+
     def validation(self, batch_size: int, count: int) -> list[AwaitedBatch]:
         return self.held_out.held_out(batch_size, count)
 

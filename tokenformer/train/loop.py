@@ -152,6 +152,7 @@ class Loop:
         for offset in range(0, share, self.micro_batch_size):
             count = min(self.micro_batch_size, share - offset)
             batch = self.task.batch(begin + offset, count).to(self.device)
+            self.expect(begin, offset + count, share)
             with hold_gradients(self.module, hold=offset + count < share):
                 with self.autocast():
                     loss: Tensor = self.call(batch)
@@ -159,6 +160,13 @@ class Loop:
                 self.scaler.scale(loss * (self.ranks.count / tokens)).backward()
             summed += loss.item()
         return total(summed) / tokens
+
+    def expect(self, begin: int, done: int, share: int) -> None:
+        """Tell the task what comes after `done` samples of this rank's share of a batch."""
+        if done < share:
+            self.task.expect(begin + done, min(self.micro_batch_size, share - done))
+        else:
+            self.task.expect(begin + self.run.batch_size, min(self.micro_batch_size, share))
 
     def clip(self) -> float:
         limit = self.clip_norm if self.clip_norm is not None else float("inf")

@@ -14,22 +14,26 @@ FIXED = ("model", "data", "augmentation")
 """Sections that a run cannot change once it has begun."""
 
 
-def record(recipe: Recipe, folder: Path) -> None:
-    """Keep the recipe beside the run; refuse another one there."""
+def check_record(recipe: Recipe, folder: Path) -> None:
+    """Refuse a recipe in the folder of a run of another one."""
     path = folder / CONFIG
-    written = asdict(recipe)
-    if path.exists():
-        before = yaml.safe_load(path.read_text())
-        for section in FIXED:
-            known = before.get(section, {})  # an older record may lack options of today
-            for name, value in plain(written[section]).items():
-                if name in known and known[name] != value:
-                    raise ValueError(
-                        f"{folder} holds a run with {section}.{name} = {known[name]!r}, not "
-                        f"{value!r}; name another --out"
-                    )
+    if not path.exists():
+        return
+    before, given = yaml.safe_load(path.read_text()), plain(asdict(recipe))
+    for section in FIXED:
+        known = before.get(section, {})  # an older record may lack options of today
+        for name, value in given[section].items():
+            if name in known and known[name] != value:
+                raise ValueError(
+                    f"{folder} holds a run with {section}.{name} = {known[name]!r}, not "
+                    f"{value!r}; name another --out"
+                )
+
+
+def record(recipe: Recipe, folder: Path) -> None:
+    """Keep the recipe beside its run."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(path, yaml.safe_dump(plain(written), sort_keys=False))
+    write_whole(folder / CONFIG, yaml.safe_dump(plain(asdict(recipe)), sort_keys=False))
 
 
 def plain(value: Any) -> Any:

@@ -25,10 +25,11 @@ from tokenformer.train.curve import draw_loss
 from tokenformer.train.distribution import largest
 from tokenformer.train.export import export
 from tokenformer.train.loop import Loop, Progress
-from tokenformer.train.materials import Materials
+from tokenformer.train.materials import Materials, materials_of
 from tokenformer.train.metrics import Row
 from tokenformer.train.options import Recipe
 from tokenformer.train.ranks import CheckpointError, Ranks
+from tokenformer.train.recipe import check_record, record
 from tokenformer.train.reporters import check_reporters, reporter
 from tokenformer.train.scale import ScaleAnneal
 from tokenformer.train.seam import check_growth, grow_checkpoint, make_loop
@@ -299,3 +300,11 @@ def cut_metrics(path: Path, step: int) -> None:
     """Drop the rows of steps that will be made again."""
     kept = [row for row in read_metrics(path) if row["step"] <= step]
     write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def run_recipe(recipe: Recipe, folder: Path) -> None:
+    """Train as `recipe` says, in `folder`, without a word; from where it was, if it was begun."""
+    check_record(recipe, folder)
+    run = Run(folder, recipe, materials_of(recipe), lambda line: None)
+    record(recipe, folder)
+    run.go(lambda row: None)

@@ -43,6 +43,10 @@ class Task(Protocol):
         """Samples by their number since the start of training: a pure function of it."""
         ...
 
+    def expect(self, first_sample: int, count: int) -> None:
+        """These samples are asked for next: a task whose samples take time begins with them."""
+        ...
+
     def validation(self, batch_size: int, count: int) -> Sequence[Batch]:
         """At most `count` samples, always the same, in batches."""
         ...
@@ -94,6 +98,9 @@ class LanguageTask:
             count=count,
             mode=self.order,
         )
+
+    def expect(self, first_sample: int, count: int) -> None:
+        """Token ids are at hand."""
 
     def validation(self, batch_size: int, count: int) -> list[Tensor]:
         # One by one, so that which windows they are does not depend on the batch size.

@@ -1,10 +1,16 @@
 """What a recipe of text trains on and with."""
 
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from tokenformer.data.corpus import Corpus
+from tokenformer.data.model_corpus import open_corpus
+from tokenformer.data.tokenizer import tokenizer_of_file
 from tokenformer.models.catalogue import MODELS, blank
 from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
+from tokenformer.models.loading import load_whole
 from tokenformer.train.options import Recipe
 from tokenformer.train.task import LanguageTask
 
@@ -50,12 +56,12 @@ class TextMaterials:
         return blank(config_class(**given))
 
     def loaded(self, folder: str, model_class: Any) -> Any:
-        model = model_class.from_pretrained(folder)
-        if model.config.vocab_size < self.corpus.vocab_size:
-            raise ValueError(
-                f"model.start_from={folder} has a vocabulary of {model.config.vocab_size}, the "
-                f"corpus one of {self.corpus.vocab_size}"
-            )
+        """In fp32, whatever it was saved in: rates are too small for the steps of half precision,
+        and what is resumed is made anew from the configuration."""
+        model = load_whole(model_class, folder, dtype=torch.float32)
+        file = Path(folder) / "tokenizer.json"
+        tokenizer = tokenizer_of_file(file) if file.exists() else None
+        open_corpus(self.corpus.folder, tokenizer, model.config.vocab_size)  # or it is refused
         return model
 
     def preprocessor(self, model: Any) -> Any:

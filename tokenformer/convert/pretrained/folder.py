@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tokenformer.convert.errors import ConversionError, shown
+from tokenformer.convert.errors import ConversionError
 from tokenformer.convert.pretrained.comparison import compare
 from tokenformer.convert.pretrained.distillation import distil
 from tokenformer.convert.pretrained.report import REPORT, ConversionReport, Distilled
@@ -13,6 +13,7 @@ from tokenformer.convert.pretrained.text import Text, read_text
 from tokenformer.convert.pretrained.transformer import from_transformer
 from tokenformer.convert.source import Source
 from tokenformer.convert.tokenizer import find_tokenizer
+from tokenformer.models.loading import IncompleteModelError, load_whole
 from tokenformer.train.distribution import device
 
 STEPS = 200
@@ -73,34 +74,15 @@ def convert_transformer(
 
 
 def load(folder: Path) -> Any:
-    """From safetensors alone, and without any code that a folder may bring."""
+    """From safetensors alone."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
     import tokenformer  # noqa: F401  # so that the Auto classes know our twin
 
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # what is amiss is told below, in a line
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype="auto",
-            use_safetensors=True,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    finally:
-        logging.set_verbosity(verbosity)
-    # transformers draws at random what it does not find.
-    missing = sorted(found["missing_keys"])
-    misshaped = [
-        f"{name} {[*shape]} for {[*wanted]}"
-        for name, shape, wanted in sorted(found["mismatched_keys"])
-    ]
-    problems = {"missing": missing, "of the wrong shape": misshaped}
-    if lines := [f"{what} are {shown(names)}" for what, names in problems.items() if names]:
-        raise ConversionError("; ".join(lines))
+        model = load_whole(AutoModelForCausalLM, str(folder), dtype="auto", use_safetensors=True)
+    except IncompleteModelError as error:
+        raise ConversionError(str(error)) from None
     return model.to(device()).eval()
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from tokenformer.convert.errors import ConversionError
 from tokenformer.data.batches import fixed_batches
 from tokenformer.data.errors import DataError
+from tokenformer.data.model_corpus import open_corpus
 from tokenformer.data.token_ids import TokenSequence
-from tokenformer.evaluate.text import open_corpus
 
 LONGEST = 512
 SEQUENCES, HELD_OUT_SEQUENCES = 64, 16

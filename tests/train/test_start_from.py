@@ -1,0 +1,104 @@
+"""Runs that begin with a model that was trained before."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tokenformer import (
+    TokenformerConfig,
+    TokenformerForCausalLM,
+    TokenformerForImageClassification,
+    TokenformerVisionConfig,
+)
+from tokenformer.cli import main
+from tokenformer.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
+from tokenformer.train.run import read_metrics
+
+
+def language_model(folder: Path, vocab_size: int = VOCAB_SIZE) -> TokenformerForCausalLM:
+    torch.manual_seed(1)
+    config = TokenformerConfig(
+        vocab_size=vocab_size, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = TokenformerForCausalLM(config).half()
+    model.save_pretrained(folder)
+    return model
+
+
+def test_a_model_in_half_precision_is_trained_on_resumed_and_converted(
+    recipe: Path, tmp_path: Path, capsys: Any
+) -> None:
+    language_model(tmp_path / "start")
+    out = tmp_path / "run"
+    words = ["train", str(recipe), "--out", str(out), "--model.start_from", str(tmp_path / "start")]
+    words += ["--model.options", "{}"]
+    main([*words, "--run.steps", "5"])
+    start = AutoModelForCausalLM.from_pretrained(tmp_path / "start", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(out / "model")
+    assert model.dtype == torch.float32
+    for name, parameter in model.named_parameters():
+        moved = (parameter - start.get_parameter(name)).abs().max()
+        assert 0 < moved < 0.2, f"{name} began where it was"
+    main([*words, "--run.steps", "10"])
+    assert [row["step"] for row in read_metrics(out / "metrics.jsonl")] == list(range(1, 11))
+    main(["convert", str(out / "checkpoints" / "step-00000010"), "--out", str(tmp_path / "hf")])
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    exported = load_file(out / "model" / "model.safetensors")
+    assert torch.equal(again.model.norm.weight, exported["model.norm.weight"])
+
+
+def refused(words: list[str], capsys: Any) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    said: str = capsys.readouterr().err
+    return said
+
+
+def test_what_a_run_does_not_begin_with(recipe: Path, tmp_path: Path, capsys: Any) -> None:
+    def words(name: str) -> list[str]:
+        start = ["--model.start_from", str(tmp_path / name), "--model.options", "{}"]
+        return ["train", str(recipe), "--out", str(tmp_path / "run"), *start]
+
+    language_model(tmp_path / "few", vocab_size=99)
+    assert "has a vocabulary of 257, the model one of 99" in refused(words("few"), capsys)
+
+    language_model(tmp_path / "other")
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    file.write_text(file.read_text().replace('"A":', '"AA":'))
+    assert "has other ids than the model's tokenizer" in refused(words("other"), capsys)
+
+    language_model(tmp_path / "torn")
+    weights = tmp_path / "torn" / "model.safetensors"
+    tensors = load_file(weights)
+    tensors.pop("model.norm.weight")
+    save_file(tensors, weights, {"format": "pt"})
+    assert "missing are model.norm.weight" in refused(words("torn"), capsys)
+
+
+def test_a_classifier_is_trained_on(tmp_path: Path, capsys: Any) -> None:
+    torch.manual_seed(1)
+    config = TokenformerVisionConfig(
+        image_size=8, patch_size=4, num_channels=1, num_labels=10, hidden_size=16,
+        num_hidden_layers=1, num_attention_heads=2,
+    )  # fmt: skip
+    TokenformerForImageClassification(config).half().save_pretrained(tmp_path / "start")
+    (tmp_path / "r.yaml").write_text(f"""
+model: {{start_from: {tmp_path / "start"}}}
+data: {{images: digits}}
+run: {{steps: 3, batch_size: 8, validate_every: 3, checkpoint_every: 3, validation_sequences: 9}}
+schedule: {{warmup_steps: 1}}
+""")
+    words = ["train", str(tmp_path / "r.yaml"), "--out", str(tmp_path / "run")]
+    main(words)
+    main([*words, "--run.steps", "5"])
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 5
+    config.num_labels = 7
+    TokenformerForImageClassification(config).save_pretrained(tmp_path / "start")
+    assert "knows 7 classes, the images have 10" in refused([*words[:3], str(tmp_path / "other")], capsys)

@@ -1,0 +1,44 @@
+"""Models from their folders, whole: transformers itself draws at random what it does not find."""
+
+from collections.abc import Iterable
+from typing import Any
+
+MOST_NAMED = 12
+
+
+class IncompleteModelError(ValueError):
+    """A folder lacks weights of its model, or has them in another shape."""
+
+
+def load_whole(model_class: Any, name: str, **options: Any) -> Any:
+    """`model_class.from_pretrained`, without any code that the folder may bring: left out,
+    `trust_remote_code` asks on the terminal."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what is amiss is told below, in a line
+    try:
+        model, found = model_class.from_pretrained(
+            name,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
+        )
+    finally:
+        logging.set_verbosity(verbosity)
+    misshaped = [
+        f"{key} {[*shape]} for {[*wanted]}"
+        for key, shape, wanted in sorted(found["mismatched_keys"])
+    ]
+    problems = {"missing": sorted(found["missing_keys"]), "of the wrong shape": misshaped}
+    if lines := [f"{what} are {shown(keys)}" for what, keys in problems.items() if keys]:
+        raise IncompleteModelError("; ".join(lines))
+    return model
+
+
+def shown(names: Iterable[str]) -> str:
+    """Names in a line, of many the first."""
+    names = list(names)
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
