@@ -79,6 +79,7 @@ class AnyTask(LanguageTask):
     def __post_init__(self) -> None:
         self.module = AnyLoss(self.model)
         self.tokens_per_sample = self.length
+        self.chance_loss = math.log(self.model.config.vocab_size)
         self.flops_per_sample = 6 * self.model.num_parameters() * self.length
 
 

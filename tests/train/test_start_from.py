@@ -101,4 +101,6 @@ schedule: {{warmup_steps: 1}}
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 5
     config.num_labels = 7
     TokenformerForImageClassification(config).save_pretrained(tmp_path / "start")
-    assert "knows 7 classes, the images have 10" in refused([*words[:3], str(tmp_path / "other")], capsys)
+    assert "knows 7 classes, the images have 10" in refused(
+        [*words[:3], str(tmp_path / "other")], capsys
+    )

@@ -1,5 +1,6 @@
 """Image classification, as the loop sees it."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,9 +40,11 @@ class ImageTask:
     module: nn.Module = field(init=False)
     tokens_per_sample: int = field(init=False, default=1)
     flops_per_sample: int = field(init=False)
+    chance_loss: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.module = ClassificationLoss(self.model)
+        self.chance_loss = math.log(self.model.config.num_labels)
         self.flops_per_sample = sum(image_training_flops(self.model.config).values())
 
     def batch(self, first_sample: int, count: int) -> ImageBatch:

@@ -74,7 +74,7 @@ class Loop:
         self.call = torch.compile(self.module) if run.compile else self.module
         # fp16 gradients underflow; they are computed of a loss made larger, and divided again.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=run.precision == "fp16")
-        self.watch = SpikeWatch(run.spike_factor)
+        self.watch = SpikeWatch(run.spike_factor, least=task.chance_loss / 2)
         self.progress = Progress(step=first_step)
         self.nested = None if run.nested is None else NestedDropout(tuple(run.nested), run.seed)
         self.before_step: list[Callable[[int], None]] = []

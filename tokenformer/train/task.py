@@ -38,6 +38,8 @@ class Task(Protocol):
     """Losses in a sample's sum, and the unit of throughput."""
     flops_per_sample: int
     """Training FLOPs, forward and backward."""
+    chance_loss: float
+    """Mean loss of one who guesses evenly, in nats."""
 
     def batch(self, first_sample: int, count: int) -> Batch:
         """Samples by their number since the start of training: a pure function of it."""
@@ -83,10 +85,12 @@ class LanguageTask:
     module: nn.Module = field(init=False)
     tokens_per_sample: int = field(init=False)
     flops_per_sample: int = field(init=False)
+    chance_loss: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.module = NextTokenLoss(self.model)
         self.tokens_per_sample = self.length
+        self.chance_loss = math.log(self.model.config.vocab_size)
         self.flops_per_sample = sum(training_flops(self.model.config, self.length).values())
 
     def batch(self, first_sample: int, count: int) -> Tensor:

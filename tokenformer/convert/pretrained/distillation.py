@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenformer.data.token_ids import TokenSequence
-from tokenformer.models.accounting import training_flops
 from tokenformer.train.loop import Loop, train
 from tokenformer.train.metrics import Row
 from tokenformer.train.options import OptimizerOptions, RunOptions, ScheduleOptions
@@ -49,12 +48,9 @@ class DistillationTask(LanguageTask):
     source: Any = field(kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.module = DivergenceLoss(self.model, self.source.eval())
-        self.tokens_per_sample = self.length
-        forward = 2 * self.source.num_parameters() * self.length
-        self.flops_per_sample = (
-            sum(training_flops(self.model.config, self.length).values()) + forward
-        )
+        self.flops_per_sample += 2 * self.source.num_parameters() * self.length
 
     def describe(self, loss: float) -> dict[str, float]:
         return {"val_divergence": loss}
