@@ -7,13 +7,15 @@ against. The modified softmax theta and what it does to zero rows is in `theta.p
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from tokenformer.ops.theta import THETAS, Theta
+from tokenformer.ops import kernel
+from tokenformer.ops.theta import THETAS
 
-Backend = Callable[[Tensor, Tensor, Tensor, float | Tensor, Theta, str, float], Tensor]
+Backend = Callable[[Tensor, Tensor, Tensor, float | Tensor, str, str, float], Tensor]
 
 
 def reference(
@@ -21,16 +23,19 @@ def reference(
     key_tokens: Tensor,
     value_tokens: Tensor,
     scale_tokens: float | Tensor,
-    theta: Theta,
+    theta: str,
     approximate: str,
     eps: float,
 ) -> Tensor:
     scores = x @ key_tokens.T  # [..., n]
-    weights = theta(scores, scale_tokens, approximate, eps)  # [..., n]
+    weights = THETAS[theta](scores, scale_tokens, approximate, eps)  # [..., n]
     return weights.to(scores.dtype) @ value_tokens  # [..., d_out]
 
 
-BACKENDS: dict[str, Backend] = {"reference": reference}
+BACKENDS: dict[str, Backend] = {
+    "reference": reference,
+    **{name: partial(kernel.run, name) for name in kernel.KERNELS},
+}
 
 
 def pattention(
@@ -72,9 +77,7 @@ def pattention(
     if isinstance(scale_tokens, Tensor):
         scale_tokens = scale_tokens.reshape(())  # its dimensions must not become the output's
     implementation = BACKENDS["reference" if backend == "auto" else backend]
-    return implementation(
-        x, key_tokens, value_tokens, scale_tokens, THETAS[theta], approximate, eps
-    )
+    return implementation(x, key_tokens, value_tokens, scale_tokens, theta, approximate, eps)
 
 
 def check_names(theta: str, approximate: str, backend: str) -> None:

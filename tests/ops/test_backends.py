@@ -1,0 +1,250 @@
+"""Every backend against the reference: values and gradients, where it could go wrong."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tokenformer.ops import BACKENDS, THETAS, pattention
+from tokenformer.ops import direct as direct_kernel
+from tokenformer.ops import streamed as streamed_kernel
+
+FAST = [name for name in BACKENDS if name != "reference"]
+backends = pytest.mark.parametrize("backend", FAST)
+thetas = pytest.mark.parametrize("theta", list(THETAS))
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of rows and chunks of tokens far smaller than the inputs below."""
+    monkeypatch.setattr(direct_kernel, "FEWEST_ROWS", 3)
+    monkeypatch.setattr(direct_kernel, "BLOCK_BYTES", 0)
+    monkeypatch.setattr(streamed_kernel, "FEWEST_TOKENS", 4)
+    monkeypatch.setattr(streamed_kernel, "CHUNK_BYTES", 0)
+
+
+def draw(
+    *shapes: tuple[int, ...], dtype: torch.dtype = torch.float64, seed: int = 0
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [tensor.to(dtype).requires_grad_() for tensor in drawn]
+
+
+def all_of(backend: str, inputs: list[Tensor], **options: object) -> list[Tensor]:
+    """The output, and the gradients of the inputs (and of the scale, if it is a tensor)."""
+    out = pattention(*inputs, backend=backend, **options)
+    scale = options.get("scale_tokens")
+    wanted = [*inputs, scale] if isinstance(scale, Tensor) else inputs
+    grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
+    return [out, *torch.autograd.grad(out, wanted, grad)]
+
+
+def assert_alike(found: list[Tensor], wanted: list[Tensor], tolerance: float) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype
+        assert one.shape == other.shape
+        largest = other.abs().max().item() if other.numel() else 0.0
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * (largest + 1e-3))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    leading=st.lists(st.integers(0, 5), max_size=3),
+    d_in=st.integers(1, 6),
+    n=st.integers(1, 20),
+    d_out=st.integers(1, 5),
+    seed=st.integers(0, 2**16),
+    theta=st.sampled_from(list(THETAS)),
+    approximate=st.sampled_from(["none", "tanh"]),
+    scale=st.none() | st.floats(0.5, 100.0),
+    eps=st.sampled_from([0.0, 1e-2]),
+    backend=st.sampled_from(FAST),
+)
+def test_odd_shapes(leading, d_in, n, d_out, seed, theta, approximate, scale, eps, backend):
+    inputs = draw((*leading, d_in), (n, d_in), (n, d_out), seed=seed)
+    options = {"scale_tokens": scale, "theta": theta, "approximate": approximate, "eps": eps}
+    wanted = all_of("reference", inputs, **options)
+    # One score of l1_gelu near zero has a gradient that jumps; a sum of few may cancel.
+    assert_alike(all_of(backend, inputs, **options), wanted, 1e-9)
+
+
+@backends
+@thetas
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [3, 40])
+def test_dtypes(backend, theta, dtype, rows):
+    inputs = draw((rows, 16), (50, 16), (50, 8), dtype=dtype)
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    truth = all_of("reference", exact, theta=theta)
+    wanted = all_of("reference", inputs, theta=theta)
+    found = all_of(backend, inputs, theta=theta)
+    for one, other, true in zip(found, wanted, truth, strict=True):
+        assert one.dtype == dtype
+        error = (one.double() - true).abs().max()
+        # As near to the truth as the reference is, or within a few roundings of the largest entry.
+        assert (
+            error
+            <= 2 * (other.double() - true).abs().max()
+            + 8 * torch.finfo(dtype).eps * true.abs().max()
+        ), (error, true.abs().max())
+
+
+@backends
+@thetas
+def test_a_scale_that_is_learned(backend, theta):
+    inputs = draw((10, 6), (30, 6), (30, 5))
+    scale = torch.tensor([11.0], dtype=torch.float64, requires_grad=True)
+    options = {"theta": theta, "scale_tokens": scale, "eps": 1e-3}
+    assert_alike(all_of(backend, inputs, **options), all_of("reference", inputs, **options), 1e-11)
+
+
+@backends
+@thetas
+def test_zero_rows_and_zero_keys(backend, theta):
+    inputs = draw((12, 6), (30, 6), (30, 5), dtype=torch.float32)
+    with torch.no_grad():
+        inputs[0][3] = 0
+        inputs[1][10:] = 0
+    found = all_of(backend, inputs, theta=theta)
+    assert all(tensor.isfinite().all() for tensor in found)
+    assert_alike(found, all_of("reference", inputs, theta=theta), 2e-6)
+
+
+@backends
+def test_strides_and_many_tokens(backend):
+    x, keys, values = draw((8, 3, 14), (6, 3000), (9, 3000))
+    inputs = [x.transpose(0, 1)[..., ::2][..., :6], keys.T, values.T]
+    wanted = pattention(*inputs, backend="reference")
+    assert_alike([pattention(*inputs, backend=backend)], [wanted], 1e-12)
+    grads = [
+        torch.autograd.grad(pattention(*inputs, backend=name).sum(), (x, keys, values))
+        for name in (backend, "reference")
+    ]
+    assert_alike(list(grads[0]), list(grads[1]), 1e-11)
+
+
+@backends
+@pytest.mark.parametrize("dominance", [1e2, 1e4])
+def test_keys_with_one_direction_that_outweighs_the_rest(backend, dominance):
+    """Half of the rows hardly see it: their norm is what the rest of the keys leave."""
+    x, keys, values = draw((64, 16), (80, 16), (80, 8), dtype=torch.float32)
+    with torch.no_grad():
+        direction = torch.nn.functional.normalize(torch.randn(16), dim=0)
+        keys += dominance * torch.randn(80, 1) * direction
+        x[:32] -= (x[:32] @ direction)[:, None] * direction
+    inputs = [x, keys, values]
+    truth = all_of("reference", [t.detach().double().requires_grad_() for t in inputs])
+    plain = all_of("reference", inputs)
+    for one, other, true in zip(all_of(backend, inputs), plain, truth, strict=True):
+        error, usual = ((t.double() - true).norm() for t in (one, other))
+        assert error <= 3 * usual + 1e-5 * true.norm(), "no worse than the norm of the scores"
+
+
+@backends
+def test_rows_that_no_key_sees(backend):
+    """Fewer keys than channels: the null space is exactly zero, also for the Gram matrix."""
+    x, keys, values = draw((40, 16), (8, 16), (8, 5), dtype=torch.float32)
+    with torch.no_grad():
+        keys[:, 10:] = 0
+        x[:20, :10] = 0
+    found = all_of(backend, [x, keys, values])
+    assert (found[0][:20] == 0).all()
+    assert (found[1][:20] == 0).all()
+    assert_alike(found, all_of("reference", [x, keys, values]), 3e-6)
+
+
+@backends
+@thetas
+def test_gradients_of_gradients(backend, theta):
+    inputs = draw((4, 3), (7, 3), (7, 2))
+    scale = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
+
+    def penalty(name: str) -> tuple[Tensor, ...]:
+        out = pattention(*inputs, scale_tokens=scale, theta=theta, backend=name)
+        first = torch.autograd.grad(out.square().sum(), [*inputs, scale], create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), [*inputs, scale])
+
+    assert_alike(list(penalty(backend)), list(penalty("reference")), 1e-9)
+
+
+@backends
+@thetas
+def test_autocast_and_checkpointing(backend, theta):
+    inputs = draw((10, 6), (30, 6), (30, 5), dtype=torch.float32)
+
+    def grads(name: str) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = checkpoint(
+                lambda *t: pattention(*t, theta=theta, backend=name), *inputs, use_reentrant=False
+            )
+            assert out.dtype == torch.bfloat16
+        return list(torch.autograd.grad(out.float().sum(), inputs))
+
+    assert_alike(grads(backend), grads("reference"), 0.05)
+
+
+@backends
+def test_without_gradients_nothing_is_recorded(backend):
+    inputs = draw((5, 4), (9, 4), (9, 3))
+    with torch.no_grad():
+        out = pattention(*inputs, backend=backend)
+    assert not out.requires_grad
+    with torch.inference_mode():
+        assert torch.allclose(pattention(*inputs, backend=backend), out)
+    frozen = [inputs[0].detach(), *inputs[1:]]
+    assert pattention(*frozen, backend=backend).requires_grad
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "theta"), list(itertools.product(FAST, THETAS)))
+def test_compiles_whole_with_gradients(backend, theta):
+    torch._dynamo.reset()
+    inputs = draw((10, 6), (30, 6), (30, 5))
+    scale = torch.tensor(11.0, dtype=torch.float64, requires_grad=True)
+
+    def layer(x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return 2 * pattention(
+            x, keys, values, theta=theta, backend=backend, eps=1e-3, scale_tokens=scale
+        )
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    found, wanted = (
+        torch.autograd.grad(function(*inputs).square().sum(), [*inputs, scale])
+        for function in (compiled, layer)
+    )
+    assert_alike(list(found), list(wanted), 1e-12)
+
+
+def test_registered_operators_keep_their_promises():
+    for theta, kernel in itertools.product(THETAS, FAST):
+        inputs = draw((5, 4), (9, 4), (9, 3), dtype=torch.float32)
+        scale = torch.tensor(9.0, requires_grad=True)
+        arguments = (*inputs, scale, kernel, theta, "none", 1e-3)
+        torch.library.opcheck(torch.ops.tokenformer.pattention.default, arguments)
+
+
+def test_streaming_keeps_nothing_of_the_size_of_the_scores():
+    rows, tokens, width = 64, 4096, 8
+    inputs = draw((rows, width), (tokens, width), (tokens, width), dtype=torch.float32)
+    own = {tensor.data_ptr() for tensor in inputs}
+
+    def kept_by(name: str) -> int:
+        sizes: list[int] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            sizes.append(0 if tensor.data_ptr() in own else tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            pattention(*inputs, backend=name)
+        return sum(sizes)
+
+    sizes = {name: kept_by(name) for name in BACKENDS}
+    assert sizes["direct"] <= rows * tokens + 4 * rows
+    assert sizes["streamed"] <= 4 * rows * width
+    assert sizes["reference"] >= 3 * rows * tokens
