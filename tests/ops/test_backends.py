@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tokenformer.ops import BACKENDS, THETAS, pattention
 from tokenformer.ops import direct as direct_kernel
+from tokenformer.ops import rules
 from tokenformer.ops import streamed as streamed_kernel
 
 FAST = [name for name in BACKENDS if name != "reference"]
@@ -21,8 +22,8 @@ thetas = pytest.mark.parametrize("theta", list(THETAS))
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of rows and chunks of tokens far smaller than the inputs below."""
-    monkeypatch.setattr(direct_kernel, "FEWEST_ROWS", 3)
-    monkeypatch.setattr(direct_kernel, "BLOCK_BYTES", 0)
+    monkeypatch.setattr(direct_kernel, "BLOCK_ROWS", 11)
+    monkeypatch.setattr(rules, "CACHED_BYTES", 0)
     monkeypatch.setattr(streamed_kernel, "FEWEST_TOKENS", 4)
     monkeypatch.setattr(streamed_kernel, "CHUNK_BYTES", 0)
 

@@ -1,20 +1,17 @@
 """Pattention by plain products, with the least kept for the backward pass: the scores.
 
-The passes over the scores go block by block of rows, so that they find them in the cache; what they
-make of them is made again in the backward pass. The released code keeps five matrices of the
-scores' size, this one.
+Products go over many rows at a time, the passes between them over few, in memory that is reused;
+what the passes make of the scores is made again in the backward pass.
 """
 
 import torch
 from torch import Tensor
 
-from tokenformer.ops.rules import RULES, Grads, Kept, Scale
+from tokenformer.ops.rules import RULES, Grads, Kept, Scale, cached_rows
 from tokenformer.ops.theta import accumulation_dtype
 
-BLOCK_BYTES = 4 << 20
-"""Of a block of scores."""
-FEWEST_ROWS = 256
-"""Fewer make slow products."""
+BLOCK_ROWS = 1024
+"""Of a product. Fewer make it slower, more would need more memory for the passes between."""
 
 
 class Direct:
@@ -27,39 +24,58 @@ class Direct:
         self, x: Tensor, keys: Tensor, values: Tensor, *, keep: bool = True
     ) -> tuple[Tensor, Kept]:
         """Rows [R, d_in] -> [R, d_out]; kept are the scores [R, n] and their statistics [R, k]."""
-        wide = accumulation_dtype(x.dtype)
-        out = x.new_empty(x.shape[0], values.shape[1])
-        scores = x.new_empty(x.shape[0] if keep else 0, keys.shape[0])
-        kept = []
-        for part in blocks(x, keys.shape[0]):
-            found = scores[part] if keep else x.new_empty(len(x[part]), keys.shape[0])
-            block = torch.mm(x[part], keys.T, out=found).to(wide)
-            stats = self.rule.stats(block)
-            torch.mm(self.rule.weights(block, stats).to(x.dtype), values, out=out[part])
-            kept.append(torch.cat(stats, dim=1))
-        return out, (scores, torch.cat(kept) if kept else x.new_zeros(0, 2, dtype=wide))
+        rows, tokens, wide = x.shape[0], keys.shape[0], accumulation_dtype(x.dtype)
+        out = x.new_empty(rows, values.shape[1])
+        scores = x.new_empty(rows if keep else 0, tokens)
+        stats = x.new_empty(rows, self.rule.numbers, dtype=wide)
+        weights = x.new_empty(largest(x), tokens, dtype=wide)
+        for part in blocks(x):
+            found, some = x[part], weights[: len(x[part])]
+            if keep:
+                block = torch.mm(found, keys.T, out=scores[part]).to(wide)
+            else:
+                block = torch.mm(found, keys.T, out=some) if x.dtype == wide else found @ keys.T
+            block = block.to(wide)
+            for few in cached_rows(block):
+                numbers = self.rule.weigh(block[few], some[few])
+                torch.cat(numbers, dim=1, out=stats[part][few])
+            torch.mm(some.to(x.dtype), values, out=out[part])
+        return out, (scores, stats)
 
     def backward(self, grad: Tensor, x: Tensor, keys: Tensor, values: Tensor, kept: Kept) -> Grads:
         scores, stats = kept
         dx, dkeys, dvalues = torch.empty_like(x), torch.zeros_like(keys), torch.zeros_like(values)
         dscale = stats.new_zeros(())
-        for part in blocks(x, keys.shape[0]):
-            block, numbers = scores[part].to(stats.dtype), stats[part].split(1, dim=1)
-            dvalues.addmm_(self.rule.weights(block, numbers).to(x.dtype).T, grad[part])
-            dweights = torch.mm(grad[part], values.T).to(stats.dtype)
-            dblock, along = self.rule.backward(block, dweights, numbers)
-            dblock = dblock.to(x.dtype)
-            torch.mm(dblock, keys, out=dx[part])
-            dkeys.addmm_(dblock.T, x[part])
-            dscale += along.sum()
+        room = [stats.new_empty(largest(x), keys.shape[0]) for _ in range(2)]
+        for part in blocks(x):
+            block = scores[part].to(stats.dtype)
+            weights, dblock = (matrix[: len(block)] for matrix in room)
+            if x.dtype == stats.dtype:
+                torch.mm(grad[part], values.T, out=dblock)
+            else:
+                dblock.copy_(grad[part] @ values.T)
+            some = cached_rows(block)
+            work = torch.empty_like(block[some[0]])
+            for few in some:
+                numbers = stats[part][few].split(1, dim=1)
+                spare = work[: len(block[few])]
+                dscale += self.rule.backward(
+                    block[few], dblock[few], weights[few], spare, numbers
+                ).sum()
+            dscores = dblock.to(x.dtype)
+            torch.mm(dscores, keys, out=dx[part])
+            dkeys.addmm_(dscores.T, x[part])
+            dvalues.addmm_(weights.to(x.dtype).T, grad[part])
         return dx, dkeys, dvalues, dscale
 
 
-def blocks(x: Tensor, tokens: int) -> list[slice]:
+def largest(x: Tensor) -> int:
+    return max((part.stop - part.start for part in blocks(x)), default=0)
+
+
+def blocks(x: Tensor) -> list[slice]:
     """Of rows. All at once on a device that hides its memory's latency, and where sums over blocks
     would be rounded to half precision each time."""
     rows = x.shape[0]
-    if x.device.type != "cpu" or x.dtype.itemsize < 4:
-        return [slice(0, rows)] if rows else []
-    step = max(FEWEST_ROWS, BLOCK_BYTES // (tokens * x.dtype.itemsize))
+    step = BLOCK_ROWS if x.device.type == "cpu" and x.dtype.itemsize >= 4 else max(1, rows)
     return [slice(start, min(rows, start + step)) for start in range(0, rows, step)]

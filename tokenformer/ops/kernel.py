@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenformer.ops.direct import Direct
-from tokenformer.ops.rules import Grads, Kept, Scale
+from tokenformer.ops.rules import RULES, Grads, Kept, Scale
 from tokenformer.ops.streamed import streamed
 from tokenformer.ops.theta import THETAS, accumulation_dtype
 
@@ -156,10 +156,10 @@ def kept_shapes(kernel: str, theta: str, x: Tensor, keys: Tensor, values: Tensor
         return x.new_empty(x.shape[0], count, dtype=wide)
 
     if kernel == "direct":
-        count = 2 if theta in ("l2_gelu", "gelu_l2") else 1
-        return [x.new_empty(x.shape[0], keys.shape[0]), numbers(count)]
+        return [x.new_empty(x.shape[0], keys.shape[0]), numbers(RULES[theta].numbers)]
     if theta in ("l2_gelu", "l1_gelu"):
-        return [numbers(1), numbers(1)]
+        width = x.shape[1] if streamed(theta, 1.0, "none", 0.0).uses_gram(x) else 0
+        return [numbers(1), numbers(1), x.new_empty(width, width, dtype=torch.float64)]
     outputs = numbers(values.shape[1])
     return [numbers(1), numbers(1), outputs] if theta == "gelu_l2" else [numbers(1), outputs]
 

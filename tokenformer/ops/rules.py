@@ -1,24 +1,23 @@
-"""The thetas by hand: weights from scores, and back, on blocks of rows that the cache holds.
+"""The thetas by hand: weights from scores, and back, in memory that is there already.
 
 What autograd would do with `theta.py`, written out so that nothing but the scores and one or two
-numbers a row need be kept for the backward pass. Whatever is computed here is in fp32 or wider.
-
-    stats = rule.stats(A)               a number or two a row, [R, 1] each
-    W = rule.weights(A, stats)          [R, n]
-    dA, ds = rule.backward(A, dW, stats)
+numbers a row need be kept for the backward pass. Whatever is computed here is in fp32 or wider, on
+a few rows at a time, which a core's cache holds: the passes then cost little beside the products.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tokenformer.ops.theta import accumulation_dtype
 
+CACHED_BYTES = 1 << 20
+"""Of the rows of a pass; there are up to four matrices of them."""
+
 Stats = tuple[Tensor, ...]
+"""A number or two a row, [R, 1] each."""
 Scale = float | Tensor
 Kept = tuple[Tensor, ...]
 """What a backward pass needs besides the inputs."""
@@ -27,118 +26,137 @@ Grads = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Rule(Protocol):
-    def stats(self, scores: Tensor) -> Stats: ...
+    numbers: int
+    """How many statistics there are."""
 
-    def weights(self, scores: Tensor, stats: Stats) -> Tensor: ...
+    def __init__(self, scale: Scale, approximate: str, eps: float) -> None: ...
 
-    def backward(self, scores: Tensor, grad: Tensor, stats: Stats) -> tuple[Tensor, Tensor]:
-        """Gradients of the scores [R, n], and of the scale, a number a row [R, 1]; `grad` is that
-        of the weights, and may be overwritten."""
+    def weigh(self, scores: Tensor, weights: Tensor) -> Stats:
+        """Fill `weights` [R, n] from scores [R, n]; both may be the same tensor."""
+        ...
+
+    def backward(
+        self, scores: Tensor, grad: Tensor, weights: Tensor, work: Tensor, stats: Stats
+    ) -> Tensor:
+        """Turn `grad` from that of the weights into that of the scores, and fill `weights` with the
+        weights again. Returns the gradient of the scale, a number a row. `work` is spoilt."""
         ...
 
 
-@dataclass(frozen=True)
-class L2Gelu:
-    """W = gelu(f A), f = sqrt(s) / (||A|| + eps)."""
+class GeluOfNormed:
+    """l2_gelu, W = gelu(f A) with f = sqrt(s) / (||A|| + eps), and what l1_gelu shares with it."""
 
-    scale: Scale
-    approximate: str
-    eps: float
+    numbers = 2
+    order = 2
+    power = 0.5
 
-    def stats(self, scores: Tensor) -> Stats:
-        norm = zero_is_infinite(torch.linalg.vector_norm(scores, dim=-1, keepdim=True))
-        return self.scale**0.5 / (norm + self.eps), norm
+    def __init__(self, scale: Scale, approximate: str, eps: float) -> None:
+        self.scale, self.approximate, self.eps = scale, approximate, eps
+        self.root = scale**self.power
 
-    def weights(self, scores: Tensor, stats: Stats) -> Tensor:
-        return F.gelu(scores * stats[0], approximate=self.approximate)
+    def weigh(self, scores: Tensor, weights: Tensor) -> Stats:
+        norm = torch.linalg.vector_norm(scores, self.order, dim=-1, keepdim=True)
+        norm = zero_is_infinite(norm)
+        factor = self.root / (norm + self.eps)
+        gelu_(torch.mul(scores, factor, out=weights), self.approximate)
+        return factor, norm
 
-    def backward(self, scores: Tensor, grad: Tensor, stats: Stats) -> tuple[Tensor, Tensor]:
+    def backward(
+        self, scores: Tensor, grad: Tensor, weights: Tensor, work: Tensor, stats: Stats
+    ) -> Tensor:
         factor, norm = stats
-        inner = gelu_backward(grad, scores * factor, self.approximate)
-        along = row_products(inner, scores)  # dL / df
-        # df / dA = -f^2 / sqrt(s) A / ||A||
-        shrink = along * factor**2 / (self.scale**0.5 * norm)
-        return inner.mul_(factor).addcmul_(
-            scores, shrink, value=-1
-        ), along * factor / 2 / self.scale
+        torch.mul(scores, factor, out=weights)
+        gelu_backward_(grad, weights, self.approximate)
+        gelu_(weights, self.approximate)
+        along = torch.mul(grad, scores, out=work).sum(1, keepdim=True)  # dL / df
+        shrink = along * factor**2 / self.root
+        grad.mul_(factor)
+        self.lengthen(scores, grad, shrink, norm, work)
+        return along * factor * (self.power / self.scale)
+
+    def lengthen(
+        self, scores: Tensor, grad: Tensor, shrink: Tensor, norm: Tensor, work: Tensor
+    ) -> None:
+        """Longer scores have a smaller factor: d||A|| / dA = A / ||A||."""
+        grad.addcmul_(scores, shrink / norm, value=-1)
 
 
-@dataclass(frozen=True)
+class L1Gelu(GeluOfNormed):
+    """W = gelu(f A), f = s / (||A||_1 + eps)."""
+
+    order = 1
+    power = 1.0
+
+    def lengthen(
+        self, scores: Tensor, grad: Tensor, shrink: Tensor, norm: Tensor, work: Tensor
+    ) -> None:
+        grad.addcmul_(torch.sign(scores, out=work), shrink, value=-1)
+
+
 class GeluL2:
     """W = f gelu(A), f = sqrt(s) / (||gelu(A)|| + eps)."""
 
-    scale: Scale
-    approximate: str
-    eps: float
+    numbers = 2
 
-    def stats(self, scores: Tensor) -> Stats:
-        bare = F.gelu(scores, approximate=self.approximate)
-        norm = zero_is_infinite(torch.linalg.vector_norm(bare, dim=-1, keepdim=True))
-        return self.scale**0.5 / (norm + self.eps), norm
+    def __init__(self, scale: Scale, approximate: str, eps: float) -> None:
+        self.scale, self.approximate, self.eps = scale, approximate, eps
 
-    def weights(self, scores: Tensor, stats: Stats) -> Tensor:
-        return F.gelu(scores, approximate=self.approximate).mul_(stats[0])
+    def weigh(self, scores: Tensor, weights: Tensor) -> Stats:
+        gelu(scores, weights, self.approximate)
+        norm = zero_is_infinite(torch.linalg.vector_norm(weights, dim=-1, keepdim=True))
+        factor = self.scale**0.5 / (norm + self.eps)
+        weights.mul_(factor)
+        return factor, norm
 
-    def backward(self, scores: Tensor, grad: Tensor, stats: Stats) -> tuple[Tensor, Tensor]:
+    def backward(
+        self, scores: Tensor, grad: Tensor, weights: Tensor, work: Tensor, stats: Stats
+    ) -> Tensor:
         factor, norm = stats
-        bare = F.gelu(scores, approximate=self.approximate)
-        along = row_products(grad, bare)
+        gelu(scores, weights, self.approximate)
+        along = torch.mul(grad, weights, out=work).sum(1, keepdim=True)  # dL / df
         shrink = along * factor**2 / (self.scale**0.5 * norm)
-        outer = (grad * factor).addcmul_(bare, shrink, value=-1)
-        return gelu_backward(outer, scores, self.approximate), along * factor / 2 / self.scale
+        grad.mul_(factor).addcmul_(weights, shrink, value=-1)
+        gelu_backward_(grad, scores, self.approximate)
+        weights.mul_(factor)
+        return along * factor / 2 / self.scale
 
 
-@dataclass(frozen=True)
-class L1Gelu:
-    """W = gelu(f A), f = s / (||A||_1 + eps)."""
-
-    scale: Scale
-    approximate: str
-    eps: float
-
-    def stats(self, scores: Tensor) -> Stats:
-        norm = torch.linalg.vector_norm(scores, ord=1, dim=-1, keepdim=True)
-        return (self.scale / (zero_is_infinite(norm) + self.eps),)
-
-    def weights(self, scores: Tensor, stats: Stats) -> Tensor:
-        return F.gelu(scores * stats[0], approximate=self.approximate)
-
-    def backward(self, scores: Tensor, grad: Tensor, stats: Stats) -> tuple[Tensor, Tensor]:
-        (factor,) = stats
-        inner = gelu_backward(grad, scores * factor, self.approximate)
-        along = row_products(inner, scores)
-        shrink = along * factor**2 / self.scale
-        return inner.mul_(factor).addcmul_(
-            scores.sign(), shrink, value=-1
-        ), along * factor / self.scale
-
-
-@dataclass(frozen=True)
 class Softmax:
     """W = s exp(A) / sum exp(A)."""
 
-    scale: Scale
-    approximate: str
-    eps: float
+    numbers = 1
 
-    def stats(self, scores: Tensor) -> Stats:
-        return (scores.logsumexp(-1, keepdim=True),)
+    def __init__(self, scale: Scale, approximate: str, eps: float) -> None:
+        self.scale = scale
 
-    def weights(self, scores: Tensor, stats: Stats) -> Tensor:
-        return (scores - stats[0]).exp_().mul_(self.scale)
+    def weigh(self, scores: Tensor, weights: Tensor) -> Stats:
+        log_sum = scores.logsumexp(-1, keepdim=True)
+        torch.sub(scores, log_sum, out=weights).exp_().mul_(self.scale)
+        return (log_sum,)
 
-    def backward(self, scores: Tensor, grad: Tensor, stats: Stats) -> tuple[Tensor, Tensor]:
-        shares = (scores - stats[0]).exp_()
-        along = row_products(shares, grad)
-        return (grad - along).mul_(shares).mul_(self.scale), along
+    def backward(
+        self, scores: Tensor, grad: Tensor, weights: Tensor, work: Tensor, stats: Stats
+    ) -> Tensor:
+        torch.sub(scores, stats[0], out=weights).exp_()
+        along = torch.mul(grad, weights, out=work).sum(1, keepdim=True)
+        weights.mul_(self.scale)
+        grad.sub_(along).mul_(weights)
+        return along
 
 
-RULES: dict[str, type[L2Gelu] | type[GeluL2] | type[L1Gelu] | type[Softmax]] = {
-    "l2_gelu": L2Gelu,
+RULES: dict[str, type[Rule]] = {
+    "l2_gelu": GeluOfNormed,
     "gelu_l2": GeluL2,
     "l1_gelu": L1Gelu,
     "softmax": Softmax,
 }
+
+
+def cached_rows(matrix: Tensor) -> list[slice]:
+    """The rows of a matrix, a few at a time; all at once where there is no such cache."""
+    rows, row_bytes = matrix.shape[0], matrix.shape[1] * matrix.itemsize
+    step = max(8, CACHED_BYTES // max(1, row_bytes)) if matrix.device.type == "cpu" else rows
+    return [slice(start, min(rows, start + step)) for start in range(0, rows, max(1, step))]
 
 
 def zero_is_infinite(norm: Tensor) -> Tensor:
@@ -147,10 +165,19 @@ def zero_is_infinite(norm: Tensor) -> Tensor:
     return norm.masked_fill(norm < math.sqrt(torch.finfo(wide).tiny), math.inf)
 
 
-def gelu_backward(grad: Tensor, inputs: Tensor, approximate: str) -> Tensor:
-    return torch.ops.aten.gelu_backward(grad, inputs, approximate=approximate)
+def gelu(inputs: Tensor, out: Tensor, approximate: str) -> None:
+    torch.ops.aten.gelu.out(inputs, approximate=approximate, out=out)
+
+
+def gelu_(inputs: Tensor, approximate: str) -> None:
+    torch.ops.aten.gelu.out(inputs, approximate=approximate, out=inputs)
+
+
+def gelu_backward_(grad: Tensor, inputs: Tensor, approximate: str) -> None:
+    """`grad` of the output of GELU becomes that of its input."""
+    torch.ops.aten.gelu_backward.grad_input(grad, inputs, approximate=approximate, grad_input=grad)
 
 
 def row_products(a: Tensor, b: Tensor) -> Tensor:
-    """Inner products of the rows, [R, 1], without a product of the size of the factors."""
-    return torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).squeeze(2)
+    """Inner products of the rows, [R, 1]."""
+    return torch.linalg.vecdot(a, b).unsqueeze(1)

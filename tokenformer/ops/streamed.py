@@ -21,14 +21,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tokenformer.ops.rules import (
     Grads,
     Kept,
     Scale,
-    gelu_backward,
+    cached_rows,
+    gelu,
+    gelu_,
+    gelu_backward_,
     row_products,
     zero_is_infinite,
 )
@@ -40,20 +42,36 @@ FEWEST_TOKENS = 128
 """Fewer make slow products."""
 
 
-def chunks(keys: Tensor, values: Tensor, rows: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    wide = accumulation_dtype(keys.dtype)
-    size = max(FEWEST_TOKENS, CHUNK_BYTES // (max(rows, 1) * wide.itemsize))
-    for start in range(0, keys.shape[0], size):
-        part = slice(start, start + size)
-        yield part, keys[part], values[part]
+class Chunks:
+    """The tokens in parts, with memory for their scores that is used again for every part."""
+
+    def __init__(self, x: Tensor, keys: Tensor, values: Tensor, matrices: int) -> None:
+        self.keys, self.values, self.rows = keys, values, x.shape[0]
+        self.wide = accumulation_dtype(x.dtype)
+        room = CHUNK_BYTES // (max(1, self.rows) * self.wide.itemsize)
+        self.size = min(keys.shape[0], max(FEWEST_TOKENS, room))
+        self.room = x.new_empty(matrices, self.rows * self.size, dtype=self.wide)
+
+    def __iter__(self) -> Iterator[tuple[slice, Tensor, Tensor, list[Tensor]]]:
+        """Which tokens, their keys and values, and matrices [R, tokens] to write to."""
+        for start in range(0, self.keys.shape[0], self.size):
+            part = slice(start, min(self.keys.shape[0], start + self.size))
+            shape = (self.rows, part.stop - part.start)
+            matrices = [room[: shape[0] * shape[1]].view(shape) for room in self.room]
+            yield part, self.keys[part], self.values[part], matrices
+
+
+def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """out = a b, of half precision rounded once."""
+    return torch.mm(a, b, out=out) if out.dtype == a.dtype else out.copy_(a @ b)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a b; of half precision the product is rounded, the sum is not."""
-    if total.dtype == a.dtype:
+    if total.dtype == b.dtype:
         total.addmm_(a, b)
     else:
-        total.add_(a @ b)
+        total.add_(a.to(b.dtype) @ b)
 
 
 class GeluNetwork:
@@ -61,75 +79,78 @@ class GeluNetwork:
 
     def __init__(self, order: int, scale: Scale, approximate: str, eps: float) -> None:
         self.order, self.scale, self.approximate, self.eps = order, scale, approximate, eps
+        self.root = scale**0.5 if order == 2 else scale
 
     def forward(self, x: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Kept]:
-        norm = zero_is_infinite(self.norms(x, keys, values))
-        top = self.scale**0.5 if self.order == 2 else self.scale
-        factor = top / (norm + self.eps)  # [R, 1]
+        gram = gram_matrix(keys) if self.uses_gram(x) else x.new_empty(0, 0, dtype=torch.float64)
+        norm = zero_is_infinite(self.norms(x, keys, values, gram))
+        factor = self.root / (norm + self.eps)  # [R, 1]
         y = (x * factor).to(x.dtype)
         out = norm.new_zeros(x.shape[0], values.shape[1])
-        for _, some_keys, some_values in chunks(keys, values, len(x)):
-            scores = (y @ some_keys.T).to(norm.dtype)
-            add_product(out, F.gelu(scores, approximate=self.approximate).to(x.dtype), some_values)
-        return out.to(x.dtype), (factor, norm)
-
-    def norms(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """[R, 1]."""
-        wide = accumulation_dtype(x.dtype)
-        if self.uses_gram(x):
-            double = x.double()
-            return row_products(double @ gram(keys), double).clamp_(min=0).sqrt_().to(wide)
-        total = x.new_zeros(x.shape[0], 1, dtype=wide)
-        for _, some_keys, _ in chunks(keys, values, len(x)):
-            scores = (x @ some_keys.T).to(wide)
-            total += torch.linalg.vector_norm(scores, self.order, 1, keepdim=True) ** self.order
-        return total if self.order == 1 else total.sqrt_()
+        for _, some_keys, some_values, (weights,) in Chunks(x, keys, values, 1):
+            product(y, some_keys.T, weights)
+            for few in cached_rows(weights):
+                gelu_(weights[few], self.approximate)
+            add_product(out, weights, some_values)
+        return out.to(x.dtype), (factor, norm, gram)
 
     def uses_gram(self, x: Tensor) -> bool:
         return self.order == 2 and x.dtype != torch.float64 and x.shape[0] >= x.shape[1]
 
+    def norms(self, x: Tensor, keys: Tensor, values: Tensor, gram: Tensor) -> Tensor:
+        """[R, 1]."""
+        wide = accumulation_dtype(x.dtype)
+        if gram.numel():
+            double = x.double()
+            return row_products(double @ gram, double).clamp_(min=0).sqrt_().to(wide)
+        total = x.new_zeros(x.shape[0], 1, dtype=wide)
+        for _, some_keys, _, (scores,) in Chunks(x, keys, values, 1):
+            product(x, some_keys.T, scores)
+            norm = torch.linalg.vector_norm(scores, self.order, dim=1, keepdim=True)
+            total += norm**self.order
+        return total if self.order == 1 else total.sqrt_()
+
     def backward(self, grad: Tensor, x: Tensor, keys: Tensor, values: Tensor, kept: Kept) -> Grads:
-        factor, norm = kept
+        factor, norm, gram = kept
         y = (x * factor).to(x.dtype)
-        dy, slope = torch.zeros_like(x, dtype=norm.dtype), torch.zeros_like(x, dtype=norm.dtype)
+        dy = torch.zeros_like(x, dtype=norm.dtype)
+        slope = torch.zeros_like(dy)  # where a row's norm grows: K^T A, or of L1 K^T sign(A)
         dkeys, dvalues = torch.empty_like(keys), torch.empty_like(values)
-        exact = not self.uses_gram(x)
-        for part, some_keys, some_values in chunks(keys, values, len(x)):
-            scores = (y @ some_keys.T).to(norm.dtype)
-            weights = F.gelu(scores, approximate=self.approximate).to(x.dtype)
-            torch.mm(weights.T, grad, out=dvalues[part])
-            dweights = (grad @ some_values.T).to(norm.dtype)
-            dscores = gelu_backward(dweights, scores, self.approximate).to(x.dtype)
-            torch.mm(dscores.T, y, out=dkeys[part])
+        for part, some_keys, some_values, matrices in Chunks(x, keys, values, 3):
+            scores, weights, dscores = matrices
+            product(y, some_keys.T, scores)
+            product(grad, some_values.T, dscores)
+            for few in cached_rows(scores):
+                gelu(scores[few], weights[few], self.approximate)
+                gelu_backward_(dscores[few], scores[few], self.approximate)
             add_product(dy, dscores, some_keys)
-            if exact:  # where the norm grows: K^T A, of L1 K^T sign(A)
-                outward = scores if self.order == 2 else scores.sign_()
-                add_product(slope, outward.to(x.dtype), some_keys)
+            torch.mm(dscores.T.to(x.dtype), y, out=dkeys[part])
+            torch.mm(weights.T.to(x.dtype), grad, out=dvalues[part])
+            if not gram.numel():
+                add_product(slope, scores if self.order == 2 else scores.sign_(), some_keys)
         along = row_products(x.to(norm.dtype), dy)  # dL / df
+        shrink = along * factor**2 / self.root
         if self.order == 1:
-            shrink = along * factor**2 / self.scale
             self.through_l1(dkeys, x, keys, values, shrink)
-            return self.grads(factor * dy - shrink * slope, dkeys, dvalues, along * factor)
-        shrink = along * factor**2 / (self.scale**0.5 * norm)
-        if exact:
-            slope = slope / factor.masked_fill(factor == 0, 1)
+            dscale = (along * factor).sum() / self.scale
         else:
-            slope = (x.double() @ gram(keys)).to(norm.dtype)
-        inner = x.T @ (shrink * x).to(x.dtype)  # [d, d]
-        dkeys.addmm_(keys, inner, alpha=-1)
-        return self.grads(factor * dy - shrink * slope, dkeys, dvalues, along * factor / 2)
+            shrink = shrink / norm
+            if gram.numel():
+                slope = (x.double() @ gram).to(norm.dtype)
+            else:
+                slope /= factor.masked_fill(factor == 0, 1)
+            dkeys.addmm_(keys, x.T @ (shrink * x).to(x.dtype), alpha=-1)
+            dscale = (along * factor).sum() / 2 / self.scale
+        return (factor * dy - shrink * slope).to(x.dtype), dkeys, dvalues, dscale
 
     def through_l1(
         self, dkeys: Tensor, x: Tensor, keys: Tensor, values: Tensor, shrink: Tensor
     ) -> None:
         """The second pass of l1_gelu: what the keys do to the norm."""
         scaled = (shrink * x).to(x.dtype)
-        for part, some_keys, _ in chunks(keys, values, len(x)):
-            dkeys[part].addmm_((x @ some_keys.T).sign_().T, scaled, alpha=-1)
-
-    def grads(self, dx: Tensor, dkeys: Tensor, dvalues: Tensor, along: Tensor) -> Grads:
-        """`along`: dL / d log(s) of every row."""
-        return dx.to(dkeys.dtype), dkeys, dvalues, along.sum() / self.scale
+        for part, some_keys, _, (scores,) in Chunks(x, keys, values, 1):
+            product(x, some_keys.T, scores).sign_()
+            dkeys[part].addmm_(scores.T.to(x.dtype), scaled, alpha=-1)
 
 
 class GeluL2:
@@ -142,11 +163,12 @@ class GeluL2:
         wide = accumulation_dtype(x.dtype)
         squares = x.new_zeros(x.shape[0], 1, dtype=wide)
         bare = x.new_zeros(x.shape[0], values.shape[1], dtype=wide)
-        for _, some_keys, some_values in chunks(keys, values, len(x)):
-            scores = (x @ some_keys.T).to(wide)
-            weights = F.gelu(scores, approximate=self.approximate)
-            squares += row_products(weights, weights)
-            add_product(bare, weights.to(x.dtype), some_values)
+        for _, some_keys, some_values, (weights,) in Chunks(x, keys, values, 1):
+            product(x, some_keys.T, weights)
+            for few in cached_rows(weights):
+                gelu_(weights[few], self.approximate)
+                squares[few] += row_products(weights[few], weights[few])
+            add_product(bare, weights, some_values)
         norm = zero_is_infinite(squares.sqrt_())
         factor = self.scale**0.5 / (norm + self.eps)
         return (factor * bare).to(x.dtype), (factor, norm, bare)
@@ -158,15 +180,17 @@ class GeluL2:
         scaled = (factor * grad).to(x.dtype)
         dx = bare.new_zeros(x.shape)
         dkeys, dvalues = torch.empty_like(keys), torch.empty_like(values)
-        for part, some_keys, some_values in chunks(keys, values, len(x)):
-            scores = (x @ some_keys.T).to(norm.dtype)
-            weights = F.gelu(scores, approximate=self.approximate)
-            torch.mm(weights.to(x.dtype).T, scaled, out=dvalues[part])
-            dweights = (scaled @ some_values.T).to(norm.dtype)
-            dweights = dweights.addcmul_(weights, shrink, value=-1)
-            dscores = gelu_backward(dweights, scores, self.approximate).to(x.dtype)
-            torch.mm(dscores.T, x, out=dkeys[part])
+        for part, some_keys, some_values, matrices in Chunks(x, keys, values, 3):
+            scores, weights, dscores = matrices
+            product(x, some_keys.T, scores)
+            product(scaled, some_values.T, dscores)
+            for few in cached_rows(scores):
+                gelu(scores[few], weights[few], self.approximate)
+                dscores[few].addcmul_(weights[few], shrink[few], value=-1)
+                gelu_backward_(dscores[few], scores[few], self.approximate)
             add_product(dx, dscores, some_keys)
+            torch.mm(dscores.T.to(x.dtype), x, out=dkeys[part])
+            torch.mm(weights.T.to(x.dtype), scaled, out=dvalues[part])
         return dx.to(x.dtype), dkeys, dvalues, (along * factor).sum() / 2 / self.scale
 
 
@@ -181,14 +205,16 @@ class Softmax:
         largest = x.new_full((x.shape[0], 1), -math.inf, dtype=wide)
         total = torch.zeros_like(largest)
         out = x.new_zeros(x.shape[0], values.shape[1], dtype=wide)
-        for _, some_keys, some_values in chunks(keys, values, len(x)):
-            scores = (x @ some_keys.T).to(wide)
-            top = torch.maximum(largest, scores.amax(1, keepdim=True))
-            weights = scores.sub_(top).exp_()
+        for _, some_keys, some_values, (weights,) in Chunks(x, keys, values, 1):
+            product(x, some_keys.T, weights)
+            top = torch.maximum(largest, weights.amax(1, keepdim=True))
             kept_share = (largest - top).exp_()
-            total.mul_(kept_share).add_(weights.sum(1, keepdim=True))
+            total.mul_(kept_share)
+            for few in cached_rows(weights):
+                weights[few].sub_(top[few]).exp_()
+                total[few] += weights[few].sum(1, keepdim=True)
             out.mul_(kept_share)
-            add_product(out, weights.to(x.dtype), some_values)
+            add_product(out, weights, some_values)
             largest = top
         out = out / total
         return (self.scale * out).to(x.dtype), (largest + total.log(), out)
@@ -196,23 +222,29 @@ class Softmax:
     def backward(self, grad: Tensor, x: Tensor, keys: Tensor, values: Tensor, kept: Kept) -> Grads:
         log_sum, out = kept
         along = row_products(grad.to(out.dtype), out)
+        level = self.scale * along
         dx = out.new_zeros(x.shape)
         dkeys, dvalues = torch.empty_like(keys), torch.empty_like(values)
         scaled = (self.scale * grad).to(x.dtype)
-        for part, some_keys, some_values in chunks(keys, values, len(x)):
-            shares = (x @ some_keys.T).to(out.dtype).sub_(log_sum).exp_()
-            torch.mm(shares.to(x.dtype).T, scaled, out=dvalues[part])
-            dweights = (scaled @ some_values.T).to(out.dtype)
-            dscores = dweights.sub_(self.scale * along).mul_(shares).to(x.dtype)
-            torch.mm(dscores.T, x, out=dkeys[part])
+        for part, some_keys, some_values, (shares, dscores) in Chunks(x, keys, values, 2):
+            product(x, some_keys.T, shares)
+            product(scaled, some_values.T, dscores)
+            for few in cached_rows(shares):
+                shares[few].sub_(log_sum[few]).exp_()
+                dscores[few].sub_(level[few]).mul_(shares[few])
             add_product(dx, dscores, some_keys)
+            torch.mm(dscores.T.to(x.dtype), x, out=dkeys[part])
+            torch.mm(shares.T.to(x.dtype), scaled, out=dvalues[part])
         return dx.to(x.dtype), dkeys, dvalues, along.sum()
 
 
-def gram(keys: Tensor) -> Tensor:
-    """K^T K in float64, [d, d]."""
-    double = keys.double()
-    return double.T @ double
+def gram_matrix(keys: Tensor) -> Tensor:
+    """K^T K in float64, [d, d], of a few thousand keys at a time."""
+    gram = keys.new_zeros(keys.shape[1], keys.shape[1], dtype=torch.float64)
+    for some in keys.split(4096):
+        double = some.double()
+        gram.addmm_(double.T, double)
+    return gram
 
 
 def streamed(theta: str, scale: Scale, approximate: str, eps: float) -> Any:
