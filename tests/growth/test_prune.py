@@ -165,7 +165,7 @@ def test_refitted_values_bring_back_most_of_it(reader, seen, unseen, theta):
     fitted, report = tokenformer.prune(model, seen, keep=0.5)
     plain, _ = tokenformer.prune(model, seen, keep=0.5, refit=False)
     assert distance(model, fitted, unseen) < 0.4 * distance(model, plain, unseen)
-    assert loss(fitted, unseen) < loss(model, unseen) + 0.03 < loss(plain, unseen) + 0.03
+    assert loss(fitted, unseen) < loss(model, unseen) + 0.03
     assert report.parameters_after == fitted.num_parameters() < model.num_parameters()
     assert not report.exact
 

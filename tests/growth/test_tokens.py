@@ -47,18 +47,20 @@ def moved(before, after):
 def test_every_step_is_exact_also_after_saving(make_config, tmp_path, init, theta, dtype):
     model, _ = trained(make_config, dtype, theta=theta)
     first = logits(model)
+    # Promised of the default; a theta with a norm of small numbers rounds a little more.
+    bound = EXACT[dtype] * (1 if theta == "l2_gelu" else 2)
     for place, (_, tokens) in enumerate(STEPS):
         sizes = {"qkv_tokens": tokens, "output_tokens": tokens, "ffn_tokens": 4 * tokens}
         grown, report = tokenformer.grow(model, **sizes, init=init, seed=place)
-        assert moved(first, logits(grown)) < EXACT[dtype]
-        assert report.max_output_change < EXACT[dtype]
-        assert report.max_layer_change < EXACT[dtype]
+        assert moved(first, logits(grown)) < bound
+        assert report.max_output_change < bound
+        assert report.max_layer_change < bound
         grown.save_pretrained(tmp_path / str(place))
         model = tokenformer.TokenformerForCausalLM.from_pretrained(
             tmp_path / str(place), dtype=dtype
         )
         model.eval()
-        assert moved(first, logits(model)) < EXACT[dtype]
+        assert moved(first, logits(model)) < bound
         assert model.config.qkv_tokens == tokens
         assert report.parameters_after == model.num_parameters()
 

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tokenformer.ops import BACKENDS, THETAS, pattention
+from tokenformer.ops import BACKENDS, THETAS, choice, pattention, rules
 from tokenformer.ops import direct as direct_kernel
-from tokenformer.ops import rules
 from tokenformer.ops import streamed as streamed_kernel
 
 FAST = [name for name in BACKENDS if name != "reference"]
@@ -249,3 +248,39 @@ def test_streaming_keeps_nothing_of_the_size_of_the_scores():
     assert sizes["direct"] <= rows * tokens + 4 * rows
     assert sizes["streamed"] <= 4 * rows * width
     assert sizes["reference"] >= 3 * rows * tokens
+
+
+def test_auto_chooses_by_shape_and_need(monkeypatch):
+    def chosen(rows: int, *, trained: bool = True, device: str = "cpu") -> str:
+        x, keys, values = (
+            torch.randn(shape, device=device) for shape in ((rows, 4), (9, 4), (9, 3))
+        )
+        return choice.choose(x, keys.requires_grad_(trained), values, 9.0)
+
+    assert chosen(1) == "reference"
+    assert chosen(100) == "direct"
+    assert chosen(100, trained=False) == "direct"
+    assert chosen(100, device="meta") == "reference"
+    monkeypatch.setattr(choice, "MOST_SCORE_BYTES", 100 * 9 * 4 - 1)
+    assert chosen(100) == "streamed"
+    assert chosen(100, trained=False) == "direct", "which then keeps nothing either"
+    with torch.no_grad():
+        assert chosen(100) == "direct"
+
+
+@thetas
+def test_auto_under_transforms(theta, monkeypatch):
+    monkeypatch.setattr(choice, "FEW_ROWS", 0)
+    x, keys, values = (t.detach() for t in draw((3, 5), (7, 5), (7, 4)))
+
+    def call(x: Tensor) -> Tensor:
+        return pattention(x, keys, values, theta=theta)
+
+    expected = torch.autograd.functional.jacobian(call, x[0])
+    for transform in (torch.func.jacrev, torch.func.jacfwd):
+        torch.testing.assert_close(transform(call)(x[0]), expected)
+    tangent = torch.ones_like(x[0])
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x[0], tangent)
+        found = torch.autograd.forward_ad.unpack_dual(call(dual)).tangent
+    torch.testing.assert_close(found, expected @ tangent)

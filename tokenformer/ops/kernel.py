@@ -6,6 +6,7 @@ operators instead, whose loops it need not unroll.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,11 @@ from tokenformer.ops.theta import THETAS, accumulation_dtype
 
 
 class Kernel(Protocol):
-    def forward(self, x: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Kept]: ...
+    def forward(
+        self, x: Tensor, keys: Tensor, values: Tensor, *, keep: bool = True
+    ) -> tuple[Tensor, Kept]:
+        """Without `keep` no backward pass follows."""
+        ...
 
     def backward(
         self, grad: Tensor, x: Tensor, keys: Tensor, values: Tensor, kept: Kept
@@ -51,7 +56,9 @@ def run(
     elif not torch.is_grad_enabled() or not any(
         isinstance(t, Tensor) and t.requires_grad for t in (x, keys, values, scale)
     ):
-        out = KERNELS[kernel](theta, scale, approximate, eps).forward(rows, keys, values)[0]
+        with as_they_are(x):
+            found = KERNELS[kernel](theta, scale, approximate, eps)
+            out = found.forward(rows, keys, values, keep=False)[0]
     else:
         out = ByHand.apply(rows, keys, values, scale, kernel, options)
     return out.reshape(*x.shape[:-1], values.shape[1])
@@ -66,6 +73,14 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
+def as_they_are(x: Tensor) -> AbstractContextManager[Any]:
+    """Autocast has had its say; inside a kernel, what is wide is meant to be."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
 class ByHand(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -78,7 +93,8 @@ class ByHand(torch.autograd.Function):
         options: tuple[str, str, float],
     ) -> Tensor:
         theta, approximate, eps = options
-        out, kept = KERNELS[kernel](theta, scale, approximate, eps).forward(x, keys, values)
+        with as_they_are(x):
+            out, kept = KERNELS[kernel](theta, scale, approximate, eps).forward(x, keys, values)
         moves = isinstance(scale, Tensor)
         ctx.save_for_backward(x, keys, values, *kept, *([scale] if moves else []))
         ctx.scale, ctx.kernel, ctx.options = None if moves else scale, kernel, options
@@ -93,7 +109,8 @@ class ByHand(torch.autograd.Function):
             grads = by_autograd(grad, x, keys, values, scale, theta, approximate, eps)
         else:
             kernel = KERNELS[ctx.kernel](theta, scale, approximate, eps)
-            grads = kernel.backward(grad.contiguous(), x, keys, values, tuple(kept))
+            with as_they_are(x):
+                grads = kernel.backward(grad.contiguous(), x, keys, values, tuple(kept))
         dscale = None if ctx.scale is not None else grads[3].to(scale.dtype).reshape(scale.shape)
         return (*grads[:3], dscale, None, None)
 
@@ -130,7 +147,8 @@ def compiled_forward(
     approximate: str,
     eps: float,
 ) -> list[Tensor]:
-    out, kept = KERNELS[kernel](theta, scale, approximate, eps).forward(x, keys, values)
+    with as_they_are(x):
+        out, kept = KERNELS[kernel](theta, scale, approximate, eps).forward(x, keys, values)
     return [out, *kept]
 
 
@@ -159,7 +177,7 @@ def kept_shapes(kernel: str, theta: str, x: Tensor, keys: Tensor, values: Tensor
         return [x.new_empty(x.shape[0], keys.shape[0]), numbers(RULES[theta].numbers)]
     if theta in ("l2_gelu", "l1_gelu"):
         width = x.shape[1] if streamed(theta, 1.0, "none", 0.0).uses_gram(x) else 0
-        return [numbers(1), numbers(1), x.new_empty(width, width, dtype=torch.float64)]
+        return [numbers(1), numbers(1), x.new_empty(width, width, dtype=wide)]
     outputs = numbers(values.shape[1])
     return [numbers(1), numbers(1), outputs] if theta == "gelu_l2" else [numbers(1), outputs]
 
@@ -178,7 +196,8 @@ def compiled_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     found = KERNELS[kernel](theta, scale, approximate, eps)
-    return found.backward(grad.contiguous(), x, keys, values, tuple(kept))
+    with as_they_are(x):
+        return found.backward(grad.contiguous(), x, keys, values, tuple(kept))
 
 
 @compiled_backward.register_fake

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tokenformer.ops import kernel
+from tokenformer.ops.choice import choose
 from tokenformer.ops.theta import THETAS
 
 Backend = Callable[[Tensor, Tensor, Tensor, float | Tensor, str, str, float], Tensor]
@@ -76,8 +77,9 @@ def pattention(
         check_scale(scale_tokens)
     if isinstance(scale_tokens, Tensor):
         scale_tokens = scale_tokens.reshape(())  # its dimensions must not become the output's
-    implementation = BACKENDS["reference" if backend == "auto" else backend]
-    return implementation(x, key_tokens, value_tokens, scale_tokens, theta, approximate, eps)
+    if backend == "auto":
+        backend = choose(x, key_tokens, value_tokens, scale_tokens)
+    return BACKENDS[backend](x, key_tokens, value_tokens, scale_tokens, theta, approximate, eps)
 
 
 def check_names(theta: str, approximate: str, backend: str) -> None:

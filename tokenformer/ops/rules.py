@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokenformer.ops.theta import accumulation_dtype
 
-CACHED_BYTES = 1 << 20
+CACHED_BYTES = 2 << 20
 """Of the rows of a pass; there are up to four matrices of them."""
 
 Stats = tuple[Tensor, ...]

@@ -9,8 +9,10 @@ and its backward pass is one pass over the tokens too: with dy from that network
 
     dx = f dy + 2 c G x,    dK += 2 K (x^T diag(c) x),    c = dL/dq,  q = x^T G x
 
-G squares the condition number, so it is formed in float64. Inputs that are float64 themselves, and
-batches with fewer rows than G has, get their norms from a pass over the scores instead.
+G squares the condition number, so it is formed in float64 and used as its Cholesky factor,
+||A|| = ||R x|| with R^T R = G. Where there is none (keys that span less than all channels), where
+inputs are float64 themselves, and where there are fewer rows than G has, the norms are taken from a
+pass over the scores instead.
 
 gelu_l2 and softmax need no norm in advance: theirs is a factor on the output, summed as the chunks
 go by, for softmax relative to the largest score so far. l1_gelu takes a second pass.
@@ -36,10 +38,11 @@ from tokenformer.ops.rules import (
 )
 from tokenformer.ops.theta import accumulation_dtype
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 16 << 20
 """Of a chunk of scores."""
 FEWEST_TOKENS = 128
 """Fewer make slow products."""
+NEARLY_SINGULAR = 1e-5
 
 
 class Chunks:
@@ -81,9 +84,12 @@ class GeluNetwork:
         self.order, self.scale, self.approximate, self.eps = order, scale, approximate, eps
         self.root = scale**0.5 if order == 2 else scale
 
-    def forward(self, x: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Kept]:
-        gram = gram_matrix(keys) if self.uses_gram(x) else x.new_empty(0, 0, dtype=torch.float64)
-        norm = zero_is_infinite(self.norms(x, keys, values, gram))
+    def forward(
+        self, x: Tensor, keys: Tensor, values: Tensor, *, keep: bool = True
+    ) -> tuple[Tensor, Kept]:
+        none = x.new_empty(0, 0, dtype=accumulation_dtype(x.dtype))
+        root = gram_root(keys) if self.uses_gram(x) else none
+        norm = zero_is_infinite(self.norms(x, keys, values, root))
         factor = self.root / (norm + self.eps)  # [R, 1]
         y = (x * factor).to(x.dtype)
         out = norm.new_zeros(x.shape[0], values.shape[1])
@@ -92,17 +98,16 @@ class GeluNetwork:
             for few in cached_rows(weights):
                 gelu_(weights[few], self.approximate)
             add_product(out, weights, some_values)
-        return out.to(x.dtype), (factor, norm, gram)
+        return out.to(x.dtype), (factor, norm, root)
 
     def uses_gram(self, x: Tensor) -> bool:
         return self.order == 2 and x.dtype != torch.float64 and x.shape[0] >= x.shape[1]
 
-    def norms(self, x: Tensor, keys: Tensor, values: Tensor, gram: Tensor) -> Tensor:
+    def norms(self, x: Tensor, keys: Tensor, values: Tensor, root: Tensor) -> Tensor:
         """[R, 1]."""
         wide = accumulation_dtype(x.dtype)
-        if gram.numel():
-            double = x.double()
-            return row_products(double @ gram, double).clamp_(min=0).sqrt_().to(wide)
+        if known(root):
+            return torch.linalg.vector_norm(x.to(wide) @ root.T, dim=1, keepdim=True)
         total = x.new_zeros(x.shape[0], 1, dtype=wide)
         for _, some_keys, _, (scores,) in Chunks(x, keys, values, 1):
             product(x, some_keys.T, scores)
@@ -111,7 +116,7 @@ class GeluNetwork:
         return total if self.order == 1 else total.sqrt_()
 
     def backward(self, grad: Tensor, x: Tensor, keys: Tensor, values: Tensor, kept: Kept) -> Grads:
-        factor, norm, gram = kept
+        factor, norm, root = kept
         y = (x * factor).to(x.dtype)
         dy = torch.zeros_like(x, dtype=norm.dtype)
         slope = torch.zeros_like(dy)  # where a row's norm grows: K^T A, or of L1 K^T sign(A)
@@ -126,7 +131,7 @@ class GeluNetwork:
             add_product(dy, dscores, some_keys)
             torch.mm(dscores.T.to(x.dtype), y, out=dkeys[part])
             torch.mm(weights.T.to(x.dtype), grad, out=dvalues[part])
-            if not gram.numel():
+            if not known(root):
                 add_product(slope, scores if self.order == 2 else scores.sign_(), some_keys)
         along = row_products(x.to(norm.dtype), dy)  # dL / df
         shrink = along * factor**2 / self.root
@@ -135,8 +140,8 @@ class GeluNetwork:
             dscale = (along * factor).sum() / self.scale
         else:
             shrink = shrink / norm
-            if gram.numel():
-                slope = (x.double() @ gram).to(norm.dtype)
+            if known(root):
+                slope = x.to(norm.dtype) @ root.T @ root
             else:
                 slope /= factor.masked_fill(factor == 0, 1)
             dkeys.addmm_(keys, x.T @ (shrink * x).to(x.dtype), alpha=-1)
@@ -159,7 +164,9 @@ class GeluL2:
     def __init__(self, scale: Scale, approximate: str, eps: float) -> None:
         self.scale, self.approximate, self.eps = scale, approximate, eps
 
-    def forward(self, x: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Kept]:
+    def forward(
+        self, x: Tensor, keys: Tensor, values: Tensor, *, keep: bool = True
+    ) -> tuple[Tensor, Kept]:
         wide = accumulation_dtype(x.dtype)
         squares = x.new_zeros(x.shape[0], 1, dtype=wide)
         bare = x.new_zeros(x.shape[0], values.shape[1], dtype=wide)
@@ -200,7 +207,9 @@ class Softmax:
     def __init__(self, scale: Scale, approximate: str, eps: float) -> None:
         self.scale = scale
 
-    def forward(self, x: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Kept]:
+    def forward(
+        self, x: Tensor, keys: Tensor, values: Tensor, *, keep: bool = True
+    ) -> tuple[Tensor, Kept]:
         wide = accumulation_dtype(x.dtype)
         largest = x.new_full((x.shape[0], 1), -math.inf, dtype=wide)
         total = torch.zeros_like(largest)
@@ -238,13 +247,22 @@ class Softmax:
         return dx.to(x.dtype), dkeys, dvalues, along.sum()
 
 
-def gram_matrix(keys: Tensor) -> Tensor:
-    """K^T K in float64, [d, d], of a few thousand keys at a time."""
+def gram_root(keys: Tensor) -> Tensor:
+    """R, [d, d], with R^T R = K^T K; zero where there is none."""
     gram = keys.new_zeros(keys.shape[1], keys.shape[1], dtype=torch.float64)
     for some in keys.split(4096):
         double = some.double()
         gram.addmm_(double.T, double)
-    return gram
+    root, failed = torch.linalg.cholesky_ex(gram, upper=True)
+    # Of keys that hardly span a direction the factor is rounding there, and so would be the norms.
+    smallest, largest = root.diagonal().aminmax()
+    if failed or smallest < NEARLY_SINGULAR * largest:
+        root.zero_()
+    return root.to(accumulation_dtype(keys.dtype)).contiguous()
+
+
+def known(root: Tensor) -> bool:
+    return root.numel() > 0 and bool(root[0, 0] != 0)
 
 
 def streamed(theta: str, scale: Scale, approximate: str, eps: float) -> Any:

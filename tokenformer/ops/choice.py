@@ -1,0 +1,41 @@
+"""Which backend `auto` is.
+
+Measured on CPUs, forward and backward (benchmarks/pattention.py): `direct` is as fast as the plain
+formula or faster from a few hundred rows on, and keeps a third as much; `streamed` takes a third
+longer than that and keeps next to nothing, so it is for scores that would fill the memory. Few
+rows, as in decoding, are fastest by the plain formula; torch.compile fuses its passes by itself.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+FEW_ROWS = 64
+MOST_SCORE_BYTES = 1 << 30
+"""Of one call; beyond, they are not kept."""
+
+
+def choose(x: Tensor, key_tokens: Tensor, value_tokens: Tensor, scale: float | Tensor) -> str:
+    rows = x.numel() // max(1, x.shape[-1])
+    if torch.compiler.is_compiling() or not plain(x, key_tokens, value_tokens):
+        return "reference"
+    if rows < FEW_ROWS:
+        return "reference"
+    trained = torch.is_grad_enabled() and any(
+        isinstance(tensor, Tensor) and tensor.requires_grad
+        for tensor in (x, key_tokens, value_tokens, scale)
+    )
+    if trained and rows * key_tokens.shape[0] * x.dtype.itemsize > MOST_SCORE_BYTES:
+        return "streamed"
+    return "direct"
+
+
+def plain(*tensors: Tensor) -> bool:
+    """Whether these are tensors with memory, outside of all transforms: kernels by hand write to
+    memory, and know no forward derivatives, batched or distributed tensors."""
+    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return all(
+        type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type != "meta"
+        for tensor in tensors
+    )
