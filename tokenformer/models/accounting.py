@@ -24,7 +24,6 @@ from tokenformer.models.vision_configuration import VisionConfig
 
 FLOAT_BYTES = 4
 INDEX_BYTES = 8
-MASK_BYTES = 1
 
 GROWTH_SIZES = tuple(TRANSFORMER_PRESETS)
 """The four sizes the paper grows through, each with a Transformer of its own."""
@@ -125,7 +124,7 @@ def state_bytes(config: LanguageConfig | VisionConfig) -> dict[str, int]:
 def activation_bytes(config: LanguageConfig, batch_size: int, length: int) -> dict[str, int]:
     """Bytes that fp32 autograd keeps from the forward pass, loss included, for the backward pass.
 
-    They hold for eager execution on a CPU with fused attention and the `reference` pattention; each
+    They hold for eager execution on a CPU with fused attention and the `direct` pattention; each
     tensor is booked under the part that needs it, and one that several parts need under the first.
     """
     d, layers, rows = config.hidden_size, config.num_hidden_layers, batch_size * length
@@ -248,9 +247,6 @@ def _projection_bytes(config: LanguageConfig, part: str, rows: int) -> int:
     assert isinstance(config, TokenformerConfig)
     names = {"qkv": ("q", "k", "v"), "output": ("o",), "ffn": ("ffn",)}[part]
     tokens = sum(sum(_tokens_by_layer(config, name)) for name in names)
-    if config.theta == "softmax":
-        return FLOAT_BYTES * rows * 2 * tokens  # weights before and after the scale
-    # Scores, normed scores (or their GELU) and weights; and of each row its norm, the inverse, the
-    # factor made of it, and whether it was zero.
-    norms = len(names) * config.num_hidden_layers * rows * (3 * FLOAT_BYTES + MASK_BYTES)
-    return FLOAT_BYTES * rows * 3 * tokens + norms
+    # The scores; and of each row its norm and the factor made of it, or the logarithm of its sum.
+    numbers = (1 if config.theta == "softmax" else 2) * len(names) * config.num_hidden_layers
+    return FLOAT_BYTES * rows * (tokens + numbers)
