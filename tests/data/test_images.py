@@ -11,7 +11,7 @@ from PIL import Image
 from tokenformer.data.errors import DataError
 from tokenformer.data.image_formats import cifar_images, read_idx
 from tokenformer.data.image_sources import FASHION, images_to_measure, load_images
-from tokenformer.data.images import ArrayImages, FileImages
+from tokenformer.data.images import ArrayImages, FileImages, decoded
 
 
 def write_tree(folder: Path, *, splits: tuple[str, ...] = ("train", "val")) -> None:
@@ -43,6 +43,27 @@ def test_a_tree_of_images(tmp_path: Path) -> None:
     pixels, label = splits.train.picture(4)  # a JPEG, nearly red
     assert label == 1
     assert np.abs(pixels.astype(int) - (255, 0, 0)).max() < 5
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif", "pgm"])
+def test_grey_images_of_16_bits_keep_their_shades(tmp_path: Path, suffix: str) -> None:
+    shades = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)
+    Image.fromarray(shades).save(tmp_path / f"deep.{suffix}")
+    pixels = decoded(tmp_path / f"deep.{suffix}")
+    assert pixels.shape == (16, 16, 1)
+    assert pixels.ravel().tolist() == list(range(256))
+
+
+def test_photographs_are_turned_upright(tmp_path: Path) -> None:
+    lying = np.zeros((8, 24, 3), np.uint8)
+    lying[:, :12] = 255  # its left half is bright: the top, once it stands
+    turn_clockwise = Image.Exif()
+    turn_clockwise[0x0112] = 6
+    Image.fromarray(lying).save(tmp_path / "photo.png", exif=turn_clockwise)
+    pixels = decoded(tmp_path / "photo.png")
+    assert pixels.shape == (24, 8, 3)
+    assert (pixels[:12] == 255).all()
+    assert (pixels[12:] == 0).all()
 
 
 def test_held_out_images_alone_are_measured_but_not_trained_on(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from tokenformer.data.errors import DataError
 Pixels = npt.NDArray[np.uint8]
 """[H, W, C] of one picture, [N, H, W, C] of many; C is 1 or 3."""
 
+DEEP = ("I", "I;16", "I;16L", "I;16B", "I;16N")
+"""Pillow's modes of grey images with 16 bits a pixel."""
 POLICIES = ("refuse", "skip")
 MOST_IN_A_ROW = 1000
 
@@ -141,7 +143,13 @@ def decoded(path: Path) -> Pixels:
 
 
 def in_channels(image: Any) -> Pixels:
-    """[H, W, 1] of a grey Pillow image, [H, W, 3] of any other."""
+    """[H, W, 1] of a grey Pillow image, [H, W, 3] of any other, upright as its camera noted."""
+    from PIL import ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    if image.mode in DEEP:
+        # Pillow would cut off what is above 255, and leave nearly all white.
+        return (np.clip(np.asarray(image), 0, 65535) // 256).astype(np.uint8)[:, :, None]
     grey = image.mode in ("L", "1")
     pixels = np.asarray(image.convert("L" if grey else "RGB"))
     return pixels[:, :, None] if grey else pixels
