@@ -132,6 +132,20 @@ def test_a_grey_model_takes_colours_and_a_colour_model_grey(tmp_path: Path, caps
         assert len(capsys.readouterr().out.splitlines()) == 2
 
 
+def test_a_model_in_half_precision(classifier: Path, pictures: Path, capsys: Any) -> None:
+    from transformers import AutoModelForImageClassification
+
+    AutoModelForImageClassification.from_pretrained(
+        classifier, dtype=torch.bfloat16
+    ).save_pretrained(classifier)
+    files = files_of(pictures)[0][:2]
+    main(["predict", str(classifier), *map(str, files), "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    assert [sum(c["share"] for c in answer[str(file)]) for file in files] == pytest.approx([1, 1])
+    main(["evaluate", str(classifier), "--images", str(pictures)])
+    assert "15 images" in capsys.readouterr().out
+
+
 def refused(words: list[str], capsys: Any) -> str:
     with pytest.raises(SystemExit) as end:
         main(words)

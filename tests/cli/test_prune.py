@@ -174,6 +174,21 @@ def test_a_classifier_is_pruned_on_images_and_joined(classifier, monkeypatch, ca
         torch.testing.assert_close(joined(batches[0]).logits, whole(batches[0]).logits)
 
 
+def test_a_classifier_in_half_precision_is_pruned_and_one_without_processor_refused(
+    classifier, monkeypatch, capsys
+):
+    words = ["prune", "classifier", "--images", "digits", "--sequences", 20, "--keep", 0.5]
+    half = AutoModelForImageClassification.from_pretrained(classifier, dtype=torch.bfloat16)
+    half.save_pretrained(classifier)
+    run(classifier.parent, monkeypatch, *words, "--out", "small")
+    small = AutoModelForImageClassification.from_pretrained(classifier.parent / "small")
+    assert (small.config.ffn_tokens, small.dtype) == (32, torch.bfloat16)
+    (classifier / "preprocessor_config.json").unlink()
+    with pytest.raises(SystemExit):
+        run(classifier.parent, monkeypatch, *words, "--out", "none")
+    assert "the image processor of classifier cannot be loaded" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

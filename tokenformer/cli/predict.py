@@ -39,8 +39,9 @@ def predict(model: str, images: list[Path], top: int = 3, json: bool = False) ->
     found: list[list[dict[str, Any]]] = []
     for start in range(0, len(pictures), BATCH):
         inputs = processor(images=pictures[start : start + BATCH], return_tensors="pt")
+        pixels = inputs["pixel_values"].to(classifier.device, classifier.dtype)
         with torch.no_grad():
-            logits = classifier(inputs["pixel_values"].to(classifier.device)).logits
+            logits = classifier(pixels).logits
         shares, places = logits.float().softmax(1).topk(min(top, logits.shape[1]))
         names = classifier.config.id2label
         for likely, numbers in zip(shares.tolist(), places.tolist(), strict=True):

@@ -39,6 +39,11 @@ def read_image_samples(source: str, folder: Path, model: Any, *, count: int) -> 
     from tokenformer.data.image_batches import ImageReader
     from tokenformer.data.image_sources import load_images
 
-    processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
+    try:
+        processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        line = str(error).strip().partition("\n")[0]
+        raise InputError(f"the image processor of {folder} cannot be loaded: {line}") from None
     reader = ImageReader(load_images(source).train, processor, model.config.num_labels)
-    return [batch.to("cpu").pixels for batch in reader.held_out(BATCH_SIZE, count)]
+    batches = reader.held_out(BATCH_SIZE, count)
+    return [batch.to("cpu").pixels.to(model.dtype) for batch in batches]
