@@ -89,7 +89,18 @@ def test_other_classes_in_the_held_out_split_are_refused(tmp_path: Path) -> None
         load_images(str(tmp_path))
 
 
-def test_broken_images_are_named_or_skipped(tmp_path: Path) -> None:
+def test_hidden_files_and_folders_are_no_images(tmp_path: Path) -> None:
+    write_tree(tmp_path, splits=("val",))
+    for place in (".cache/1.png", "val/.ipynb_checkpoints/1.png", "val/red/._1.png",
+                  "val/red/.thumbnails/1.png", "val/red/folder.png/more/1.png"):  # fmt: skip
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / place)
+    pictures, split = images_to_measure(str(tmp_path))
+    assert (len(pictures), pictures.classes, split) == (7, ["blue", "red"], "val")
+    assert pictures.picture(6)[0].shape == (4, 4, 3)
+
+
+def test_broken_images_are_named_or_skipped(tmp_path: Path, caplog) -> None:
     write_tree(tmp_path)
     broken = tmp_path / "train" / "blue" / "1.JPEG"
     broken.write_bytes(broken.read_bytes()[:200])
@@ -103,7 +114,11 @@ def test_broken_images_are_named_or_skipped(tmp_path: Path) -> None:
     pixels, label = skipping.picture(1)  # the next that can be read, and its class
     assert label == 1
     assert (pixels == refusing.picture(3)[0]).all()
+    skipping.picture(2)
     assert {path.name for path in skipping.skipped} == {"1.JPEG", "2.bmp"}
+    for name in ("1.JPEG", "2.bmp"):
+        told = [line for line in caplog.messages if f"{name} cannot be read as an image" in line]
+        assert len(told) == 1
     with pytest.raises(DataError, match="on_corrupt='ignore' is unknown; choose refuse or skip"):
         load_images(str(tmp_path), on_corrupt="ignore")
 
@@ -141,6 +156,19 @@ def test_idx_files_are_read_and_torn_ones_refused(tmp_path: Path, zipped: bool) 
     with pytest.raises(DataError, match="is not an IDX file of bytes: it begins with 504b0304"):
         read_idx(path)
     with pytest.raises(DataError, match="lacks the images or the labels of train"):
+        load_images(str(tmp_path))
+
+
+def test_idx_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    for prefix, labels in (("train", [0, 1, 1]), ("t10k", [0, 1, 2])):
+        write_idx(tmp_path / f"{prefix}-images-idx3-ubyte", np.zeros((3, 2, 2)))
+        write_idx(tmp_path / f"{prefix}-labels-idx1-ubyte", np.array(labels))
+    with pytest.raises(DataError, match="has other classes in test than in train"):
+        load_images(str(tmp_path))
+    write_idx(tmp_path / "t10k-labels-idx1-ubyte", np.array([0, 0, 0]))
+    assert load_images(str(tmp_path)).classes == ["0", "1"]
+    write_idx(tmp_path / "t10k-labels-idx1-ubyte", np.array([0, 0]))
+    with pytest.raises(DataError, match=r"images-idx3-ubyte has 3 images, .*-ubyte has 2 labels"):
         load_images(str(tmp_path))
 
 
@@ -191,6 +219,30 @@ def test_saved_datasets(tmp_path: Path) -> None:
     assert splits.classes == ["dark", "light"]
     pixels, label = splits.held_out.picture(0)
     assert (pixels.shape, label, int(pixels.mean())) == ((5, 6, 1), 1, 240)
+
+
+def test_datasets_with_gaps(tmp_path: Path) -> None:
+    import datasets
+
+    def saved(name: str, labels: list, kind: object) -> str:
+        pictures = [None, *(Image.new("L", (6, 5), shade) for shade in (250, 10))]
+        features = datasets.Features({"image": datasets.Image(), "label": kind})
+        rows = datasets.Dataset.from_dict({"image": pictures, "label": labels}, features=features)
+        datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / name)
+        return str(tmp_path / name)
+
+    kind = datasets.ClassLabel(names=["dark", "light"])
+    gaps = saved("gaps", [0, 1, -1], kind)
+    with pytest.raises(DataError, match="row 0 cannot be read as an image: it is missing"):
+        load_images(gaps).train.picture(0)
+    skipping = load_images(gaps, on_corrupt="skip").train
+    assert skipping.picture(0)[1] == 1
+    with pytest.raises(DataError, match="row 2 has the label -1, which is no class"):
+        skipping.picture(2)
+    with pytest.raises(DataError, match="row 2 has the label None, which is no class"):
+        load_images(saved("none", [0, 1, None], kind)).train.picture(2)
+    with pytest.raises(DataError, match=r"column label holds string .*class_encode_column"):
+        load_images(saved("words", ["a", "b", "a"], datasets.Value("string")))
 
 
 def test_digits_need_no_download():

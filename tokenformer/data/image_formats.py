@@ -46,6 +46,8 @@ def idx_images(images: Path, labels: Path, classes: list[str] | None = None) -> 
     for path, array, wanted in ((images, pixels, IDX_IMAGES), (labels, of, IDX_LABELS)):
         if array.ndim != wanted:
             raise DataError(f"{path} has {array.ndim} dimensions; {wanted} are expected")
+    if len(pixels) != len(of):
+        raise DataError(f"{images} has {len(pixels)} images, {labels} has {len(of)} labels")
     return ArrayImages(pixels[..., None], of, classes)
 
 

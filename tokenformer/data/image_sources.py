@@ -61,6 +61,9 @@ def load_images(
     train = splits["train"]
     for name in HELD_OUT:
         if name in splits:
+            known, found = train.classes, splits[name].classes
+            if found != known[: len(found)]:  # it may lack the last ones
+                raise DataError(f"{source} has other classes in {name} than in train")
             return ImageSplits(train, splits[name])
     return divided(train, held_out_share)
 
@@ -193,7 +196,7 @@ def of_rows(name: str, rows: Any, on_corrupt: str) -> DatasetImages:
 
 def folder_splits(folder: Path, on_corrupt: str) -> dict[str, ImageSet]:
     """`train/CLASS/...` and `val/CLASS/...`, or one of them; or `CLASS/...` alone."""
-    inside = {path.name: path for path in sorted(folder.iterdir()) if path.is_dir()}
+    inside = {path.name: path for path in folders(folder)}
     if "train" not in inside and not set(inside) <= set(HELD_OUT):
         whole = class_folders(folder, on_corrupt)
         return {} if whole is None else {"train": whole}
@@ -218,10 +221,23 @@ def class_folders(folder: Path, on_corrupt: str) -> FileImages | None:
     classes: list[str] = []
     paths: list[Path] = []
     labels: list[int] = []
-    for home in sorted(path for path in folder.iterdir() if path.is_dir()):
-        files = sorted(p for p in home.rglob("*") if p.suffix.lower() in SUFFIXES)
+    for home in folders(folder):
+        files = sorted(path for path in home.rglob("*") if is_image(path.relative_to(home), home))
         if files:
             paths += files
             labels += [len(classes)] * len(files)
             classes.append(home.name)
     return FileImages(paths, labels, classes, on_corrupt) if paths else None
+
+
+def folders(folder: Path) -> list[Path]:
+    """Those inside, by name; hidden ones are left by tools: `.git`, `.ipynb_checkpoints`."""
+    return sorted(
+        path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")
+    )
+
+
+def is_image(path: Path, home: Path) -> bool:
+    """By its name; hidden files, such as `._1.jpg` from a Mac, only look like images."""
+    hidden = any(part.startswith(".") for part in path.parts)
+    return path.suffix.lower() in SUFFIXES and not hidden and (home / path).is_file()

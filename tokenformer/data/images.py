@@ -4,11 +4,12 @@
     pictures = FileImages(paths, labels, classes)       # decoded when asked for
 
 A picture that cannot be decoded is refused by name, or with `on_corrupt="skip"` replaced by the
-next one that can be, the same on every run; who was skipped is noted in `skipped`.
+next one that can be, the same on every run; who was skipped is logged, and noted in `skipped`.
 """
 
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ import numpy.typing as npt
 
 from tokenformer.data.errors import DataError
 
+logger = logging.getLogger(__name__)
+
 Pixels = npt.NDArray[np.uint8]
 """[H, W, C] of one picture, [N, H, W, C] of many; C is 1 or 3."""
 
@@ -24,6 +27,10 @@ DEEP = ("I", "I;16", "I;16L", "I;16B", "I;16N")
 """Pillow's modes of grey images with 16 bits a pixel."""
 POLICIES = ("refuse", "skip")
 MOST_IN_A_ROW = 1000
+
+
+class CorruptImageError(DataError):
+    """A picture cannot be decoded."""
 
 
 class ImageSet(Protocol):
@@ -57,8 +64,53 @@ class ArrayImages:
         return self.pixels[index], int(self.labels[index])
 
 
-class FileImages:
-    """Image files of any kind that Pillow reads, as colour."""
+class DecodedImages:
+    """Pictures that are decoded when asked for."""
+
+    def __init__(self, labels: Sequence[Any], classes: Sequence[str], on_corrupt: str) -> None:
+        check_policy(on_corrupt)
+        self.labels, self.classes, self.on_corrupt = labels, list(classes), on_corrupt
+        self.skipped: set[Any] = set()
+        self.lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def name(self, place: int) -> Any:
+        """What a picture is called where it cannot be read."""
+        raise NotImplementedError
+
+    def decode(self, place: int) -> Pixels:
+        raise NotImplementedError
+
+    def picture(self, index: int) -> tuple[Pixels, int]:
+        for step in range(min(len(self), MOST_IN_A_ROW)):
+            place = (index + step) % len(self)
+            try:
+                return self.decode(place), self.label(place)
+            except CorruptImageError as error:
+                if self.on_corrupt == "refuse":
+                    raise
+                self.skip(place, error)
+        raise DataError(f"{self.name(index)} and all after it cannot be read as images")
+
+    def label(self, place: int) -> int:
+        label = self.labels[place]
+        if label is None or not 0 <= label < len(self.classes):  # of a hidden test set, -1
+            raise DataError(f"{self.name(place)} has the label {label}, which is no class")
+        return int(label)
+
+    def skip(self, place: int, error: DataError) -> None:
+        """Told once for each picture, by whichever thread comes first."""
+        with self.lock:
+            known = self.name(place) in self.skipped
+            self.skipped.add(self.name(place))
+        if not known:
+            logger.warning("%s; skipped", error)
+
+
+class FileImages(DecodedImages):
+    """Image files of any kind that Pillow reads, as colour or, where they are grey, as grey."""
 
     def __init__(
         self,
@@ -67,52 +119,35 @@ class FileImages:
         classes: Sequence[str],
         on_corrupt: str = "refuse",
     ) -> None:
-        check_policy(on_corrupt)
-        self.paths, self.labels, self.classes = list(paths), list(labels), list(classes)
-        self.on_corrupt = on_corrupt
-        self.skipped: set[Path] = set()
-        self.lock = threading.Lock()
+        super().__init__(list(labels), classes, on_corrupt)
+        self.paths = list(paths)
 
-    def __len__(self) -> int:
-        return len(self.paths)
+    def name(self, place: int) -> Path:
+        return self.paths[place]
 
-    def picture(self, index: int) -> tuple[Pixels, int]:
-        for step in range(min(len(self), MOST_IN_A_ROW)):
-            place = (index + step) % len(self)
-            try:
-                return decoded(self.paths[place]), self.labels[place]
-            except DataError:
-                if self.on_corrupt == "refuse":
-                    raise
-                with self.lock:
-                    self.skipped.add(self.paths[place])
-        raise DataError(f"{self.paths[index]} and all after it cannot be read as images")
+    def decode(self, place: int) -> Pixels:
+        return decoded(self.paths[place])
 
 
-class DatasetImages:
+class DatasetImages(DecodedImages):
     """A split of a Hugging Face dataset with a column of images and one of classes."""
 
     def __init__(self, rows: Any, image: str, label: str, on_corrupt: str = "refuse") -> None:
-        check_policy(on_corrupt)
-        self.rows, self.image, self.label, self.on_corrupt = rows, image, label, on_corrupt
+        labels = list(rows[label])
         names = getattr(rows.features[label], "names", None)
-        self.classes = list(names or map(str, range(max(rows[label]) + 1)))
-        self.skipped: set[int] = set()
+        if names is None and not all(isinstance(each, int) for each in labels):
+            raise DataError(
+                f"column {label} holds {rows.features[label].dtype} where numbers of classes are "
+                "expected; `class_encode_column` of a dataset makes them"
+            )
+        super().__init__(labels, names or [str(n) for n in range(max(labels) + 1)], on_corrupt)
+        self.rows, self.image = rows, image
 
-    def __len__(self) -> int:
-        return len(self.rows)
+    def name(self, place: int) -> str:
+        return f"row {place}"
 
-    def picture(self, index: int) -> tuple[Pixels, int]:
-        for step in range(min(len(self), MOST_IN_A_ROW)):
-            place = (index + step) % len(self)
-            try:
-                row = self.rows[place]
-                return in_channels(row[self.image]), int(row[self.label])
-            except (OSError, SyntaxError, ValueError) as error:
-                if self.on_corrupt == "refuse":
-                    raise DataError(f"row {place} cannot be read as an image: {error}") from None
-                self.skipped.add(place)
-        raise DataError(f"row {index} and all after it cannot be read as images")
+    def decode(self, place: int) -> Pixels:
+        return pixels_of(self.name(place), lambda: self.rows[place][self.image])
 
 
 class SubsetImages:
@@ -132,14 +167,23 @@ def decoded(path: Path) -> Pixels:
     """The pixels of an image file; a file that holds none is refused by name."""
     from PIL import Image
 
+    return pixels_of(path, lambda: Image.open(path))
+
+
+def pixels_of(name: Any, read: Callable[[], Any]) -> Pixels:
+    from PIL import Image
+
     try:
-        with Image.open(path) as image:
+        image = read()
+        if image is None:
+            raise ValueError("it is missing")
+        with image:
             return in_channels(image)
     except FileNotFoundError:
-        raise DataError(f"{path} does not exist") from None
+        raise CorruptImageError(f"{name} does not exist") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{path} cannot be read as an image: {reason}") from None
+        raise CorruptImageError(f"{name} cannot be read as an image: {reason}") from None
 
 
 def in_channels(image: Any) -> Pixels:
