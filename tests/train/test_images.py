@@ -185,6 +185,8 @@ def test_a_broken_image_stops_the_run_by_name(tmp_path: Path, capsys: Any) -> No
         (["--data.corpus", "x"], "cannot both be trained on"),
         (["--model.options.patch_size", "3"], "image_size=8 must be a multiple of patch_size=3"),
         (["--augmentation.mixup", "-1"], "mixup=-1.0 must not be negative"),
+        (["--model.options.num_labels", "12"], "num_labels=12, but the images have 10 classes"),
+        (["--model.options.num_classes", "3"], "num_classes=3, but the images have 10 classes"),
         (["--data.crop_share", "2"], "crop_share=2.0 must be above 0 and at most 1"),
     ],
 )

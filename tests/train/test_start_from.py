@@ -99,6 +99,9 @@ schedule: {{warmup_steps: 1}}
     main(words)
     main([*words, "--run.steps", "5"])
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 5
+    trained = TokenformerVisionConfig.from_pretrained(tmp_path / "run" / "model")
+    assert trained.id2label == {n: str(n) for n in range(10)}, "the names are those of the images"
+    assert trained.label2id["7"] == 7
     config.num_labels = 7
     TokenformerForImageClassification(config).save_pretrained(tmp_path / "start")
     assert "knows 7 classes, the images have 10" in refused(

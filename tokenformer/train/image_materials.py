@@ -50,25 +50,38 @@ class ImageMaterials:
         config_class = IMAGE_FAMILIES[options.family]
         if options.start_from is not None:
             return self.loaded(options.start_from, MODELS[config_class])
-        given: dict[str, Any] = {
+        for name in ("num_labels", "num_classes"):
+            wanted = options.options.get(name, len(self.classes))
+            if wanted != len(self.classes):
+                raise ValueError(
+                    f"model.options.{name}={wanted}, but the images have {len(self.classes)} "
+                    "classes; leave it out"
+                )
+        given: dict[str, Any] = {**self.class_names, **options.options}
+        if options.preset is not None:
+            return blank(config_class.from_preset(options.preset, **given))
+        height, width, channels = self.train.picture(0)[0].shape
+        native = {"image_size": min(height, width), "num_channels": channels}
+        return blank(config_class(**{**native, **given}))
+
+    @property
+    def class_names(self) -> dict[str, Any]:
+        """As a configuration has them."""
+        return {
             "num_labels": len(self.classes),
             "id2label": dict(enumerate(self.classes)),
             "label2id": {name: index for index, name in enumerate(self.classes)},
         }
-        if options.preset is not None:
-            return blank(config_class.from_preset(options.preset, **given, **options.options))
-        height, width, channels = self.train.picture(0)[0].shape
-        native = {"image_size": min(height, width), "num_channels": channels}
-        return blank(config_class(**{**native, **given, **options.options}))
 
     def loaded(self, folder: str, model_class: Any) -> Any:
-        """In fp32, as `TextMaterials` does."""
+        """In fp32, as `TextMaterials` does. What it learns from here on is to name these images."""
         model = load_whole(model_class, folder, dtype=torch.float32)
         if model.config.num_labels != len(self.classes):
             raise ValueError(
                 f"model.start_from={folder} knows {model.config.num_labels} classes, the images "
                 f"have {len(self.classes)}"
             )
+        model.config.update(self.class_names)
         return model
 
     def preprocessor(self, model: Any) -> TokenformerImageProcessor:
