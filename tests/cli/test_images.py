@@ -132,6 +132,25 @@ def test_a_grey_model_takes_colours_and_a_colour_model_grey(tmp_path: Path, caps
         assert len(capsys.readouterr().out.splitlines()) == 2
 
 
+def test_grey_images_for_a_processor_of_transformers(
+    classifier: Path, tmp_path: Path, capsys: Any
+) -> None:
+    from transformers import ViTImageProcessorPil
+
+    ViTImageProcessorPil(size={"height": 8, "width": 8}).save_pretrained(classifier)
+    for name, shade in NAMES.items():
+        home = tmp_path / "grey" / "val" / name
+        home.mkdir(parents=True)
+        Image.new("L", (9, 9), shade).save(home / "grey.png")
+        Image.new("RGB", (9, 9), (shade,) * 3).save(home / "same in colour.png")
+    files = [str(home / f"{kind}.png") for kind in ("grey", "same in colour")]
+    main(["predict", str(classifier), *files, "--json"])
+    grey, colour = json.loads(capsys.readouterr().out).values()
+    assert grey == colour
+    main(["evaluate", str(classifier), "--images", str(tmp_path / "grey")])
+    assert "6 images" in capsys.readouterr().out
+
+
 def test_a_model_in_half_precision(classifier: Path, pictures: Path, capsys: Any) -> None:
     from transformers import AutoModelForImageClassification
 
@@ -167,8 +186,10 @@ def test_what_cannot_be_done_is_said(
         (["evaluate", model, "--images", "digits", "--tasks", "piqa"], "for a language model"),
         (["evaluate", model, "--images", "no/where/here"], "neither a folder nor a dataset"),
         (["evaluate", model, "--perplexity", "x", "--confusion", "x.png"], "--confusion"),
-        (["evaluate", model, "--images", str(pictures), "--confusion", str(tmp_path / "a" / "b")],
-         "cannot be written"),
+        (["evaluate", model, "--images", "no/where/here", "--confusion", str(tmp_path / "a" / "b")],
+         "b cannot be written: there is no such folder"),
+        (["evaluate", model, "--images", str(pictures), "--confusion", str(tmp_path / "a.doc")],
+         "a.doc cannot be written"),
     ):  # fmt: skip
         assert told in refused(words, capsys), words
     (pictures / "val" / "dark" / "9.png").write_bytes(b"nothing")

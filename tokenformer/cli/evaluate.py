@@ -256,6 +256,9 @@ def measure_images(
     from tokenformer.evaluate.classification import classify
     from tokenformer.evaluate.confusion_plot import draw_confusion
 
+    if confusion is not None and not confusion.parent.is_dir():
+        # Told now, not when all images are measured.
+        raise InputError(f"--confusion {confusion} cannot be written: there is no such folder")
     pictures, split = images_to_measure(source)
     loaded, processor = load_classifier(model)
     count = len(pictures) if limit is None else min(limit, len(pictures))

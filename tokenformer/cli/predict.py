@@ -27,18 +27,19 @@ def predict(model: str, images: list[Path], top: int = 3, json: bool = False) ->
     import torch
 
     from tokenformer.cli.model import load_classifier
-    from tokenformer.data.augmentation import as_image
     from tokenformer.data.errors import DataError
     from tokenformer.data.images import decoded
+    from tokenformer.evaluate.classification import as_input
 
     try:
-        pictures = [as_image(decoded(path)) for path in images]
+        pictures = [decoded(path) for path in images]
     except DataError as error:
         raise InputError(str(error)) from None
     classifier, processor = load_classifier(model)
     found: list[list[dict[str, Any]]] = []
     for start in range(0, len(pictures), BATCH):
-        inputs = processor(images=pictures[start : start + BATCH], return_tensors="pt")
+        batch = [as_input(pixels, processor) for pixels in pictures[start : start + BATCH]]
+        inputs = processor(images=batch, return_tensors="pt")
         pixels = inputs["pixel_values"].to(classifier.device, classifier.dtype)
         with torch.no_grad():
             logits = classifier(pixels).logits

@@ -14,7 +14,7 @@ import torch
 
 from tokenformer.data.augmentation import as_image
 from tokenformer.data.errors import DataError
-from tokenformer.data.images import ImageSet
+from tokenformer.data.images import ImageSet, Pixels
 
 FEW = 5
 """How many guesses the second figure allows."""
@@ -90,7 +90,7 @@ def classify(
     size = batch_size or BATCH
     for start in range(0, count, size):
         found = [pictures.picture(place) for place in range(start, min(count, start + size))]
-        images = [as_image(pixels) for pixels, _ in found]
+        images = [as_input(pixels, processor) for pixels, _ in found]
         inputs = processor(images=images, return_tensors="pt")["pixel_values"]
         logits = model(pixel_values=inputs.to(model.device, model.dtype)).logits.float().cpu()
         wanted = torch.tensor([labels[label] for _, label in found])  # [B]
@@ -106,6 +106,14 @@ def classify(
         confusion=confusion,
         classes=names,
     )
+
+
+def as_input(pixels: Pixels, processor: Any) -> Any:
+    """A Pillow image in colour, or grey where the processor's mean is of one channel: most of
+    transformers' processors norm grey images by three means, and fail."""
+    mean = getattr(processor, "image_mean", None)
+    grey = isinstance(mean, list | tuple) and len(mean) == 1
+    return as_image(pixels).convert("L" if grey else "RGB")
 
 
 def class_numbers(config: Any, classes: list[str]) -> tuple[list[int], list[str]]:
