@@ -1,6 +1,7 @@
 """Every backend against the reference: values and gradients, where it could go wrong."""
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from tokenformer.ops import BACKENDS, THETAS, choice, pattention, rules
 from tokenformer.ops import direct as direct_kernel
 from tokenformer.ops import streamed as streamed_kernel
+from tokenformer.ops.kernel import KERNELS
+from tokenformer.ops.vector import parts_of
 
 FAST = [name for name in BACKENDS if name != "reference"]
 backends = pytest.mark.parametrize("backend", FAST)
@@ -25,6 +28,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "CACHED_BYTES", 0)
     monkeypatch.setattr(streamed_kernel, "FEWEST_TOKENS", 4)
     monkeypatch.setattr(streamed_kernel, "CHUNK_BYTES", 0)
+    monkeypatch.setattr(sys.modules["tokenformer.ops.vector"], "LEAST_BYTES", 0)
 
 
 def draw(
@@ -158,6 +162,15 @@ def test_rows_that_no_key_sees(backend):
     assert_alike(found, all_of("reference", [x, keys, values]), 3e-6)
 
 
+@pytest.mark.parametrize("tokens", [1, 7, 30, 48])
+def test_one_row_in_parts(tokens):
+    x, keys, values = draw((1, 1, 6), (tokens, 6), (tokens, 5))
+    assert parts_of(x, keys, values) == {1: 1, 7: 7, 30: 15, 48: 16}[tokens]
+    assert parts_of(x.expand(2, 1, 6), keys, values) == 1
+    wanted = all_of("reference", [x, keys, values])
+    assert_alike(all_of("vector", [x, keys, values]), wanted, 1e-12)
+
+
 @backends
 @thetas
 def test_gradients_of_gradients(backend, theta):
@@ -221,7 +234,7 @@ def test_compiles_whole_with_gradients(backend, theta):
 
 
 def test_registered_operators_keep_their_promises():
-    for theta, kernel in itertools.product(THETAS, FAST):
+    for theta, kernel in itertools.product(THETAS, KERNELS):
         inputs = draw((5, 4), (9, 4), (9, 3), dtype=torch.float32)
         scale = torch.tensor(9.0, requires_grad=True)
         arguments = (*inputs, scale, kernel, theta, "none", 1e-3)
@@ -257,7 +270,8 @@ def test_auto_chooses_by_shape_and_need(monkeypatch):
         )
         return choice.choose(x, keys.requires_grad_(trained), values, 9.0)
 
-    assert chosen(1) == "reference"
+    assert chosen(1) == "vector"
+    assert chosen(2) == "reference"
     assert chosen(100) == "direct"
     assert chosen(100, trained=False) == "direct"
     assert chosen(100, device="meta") == "reference"

@@ -3,12 +3,15 @@
 Measured on CPUs, forward and backward (benchmarks/pattention.py): `direct` is as fast as the plain
 formula or faster from a few hundred rows on, and keeps a third as much; `streamed` takes a third
 longer than that and keeps next to nothing, so it is for scores that would fill the memory. Few
-rows, as in decoding, are fastest by the plain formula; torch.compile fuses its passes by itself.
+rows are fastest by the plain formula, a single one, as in decoding, by `vector`; torch.compile
+fuses the passes of the formula by itself.
 """
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from tokenformer.ops.vector import parts_of
 
 FEW_ROWS = 64
 MOST_SCORE_BYTES = 1 << 30
@@ -20,7 +23,7 @@ def choose(x: Tensor, key_tokens: Tensor, value_tokens: Tensor, scale: float | T
     if torch.compiler.is_compiling() or not plain(x, key_tokens, value_tokens):
         return "reference"
     if rows < FEW_ROWS:
-        return "reference"
+        return "vector" if parts_of(x, key_tokens, value_tokens) > 1 else "reference"
     trained = torch.is_grad_enabled() and any(
         isinstance(tensor, Tensor) and tensor.requires_grad
         for tensor in (x, key_tokens, value_tokens, scale)

@@ -15,6 +15,7 @@ from torch import Tensor
 from tokenformer.ops import kernel
 from tokenformer.ops.choice import choose
 from tokenformer.ops.theta import THETAS
+from tokenformer.ops.vector import vector
 
 Backend = Callable[[Tensor, Tensor, Tensor, float | Tensor, str, str, float], Tensor]
 
@@ -36,6 +37,7 @@ def reference(
 BACKENDS: dict[str, Backend] = {
     "reference": reference,
     **{name: partial(kernel.run, name) for name in kernel.KERNELS},
+    "vector": vector,
 }
 
 
