@@ -187,20 +187,21 @@ def test_the_number_of_processes_changes_nothing(tmp_path, sources, tokenizer):
 
 
 def test_interrupted_it_says_so_and_goes_on_later(tmp_path, sources, tokenizer):
-    out = tmp_path / "out"
-    command = [*COMMAND, str(sources), "--out", str(out), "--tokenizer", str(tokenizer)]
+    out, many = tmp_path / "out", tmp_path / "many.jsonl"
+    many.write_text(6 * sources.read_text())  # which takes long enough to be interrupted
+    command = [*COMMAND, str(many), "--out", str(out), "--tokenizer", str(tokenizer)]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while position(out) is None and running.poll() is None:
-        time.sleep(0.02)
+        time.sleep(0.002)
     running.send_signal(signal.SIGSTOP)  # or it might be done before the second has begun
-    second = run(sources, "--out", out, "--tokenizer", tokenizer)
+    second = run(many, "--out", out, "--tokenizer", tokenizer)
     assert second.returncode == 2
     assert "is being filled by another process" in second.stderr
     running.send_signal(signal.SIGINT)
     running.send_signal(signal.SIGCONT)
     assert running.communicate(timeout=30)[1] == "tokenformer prepare: interrupted\n"
     assert running.returncode == 130
-    done = run(sources, "--out", out, "--tokenizer", tokenizer)
+    done = run(many, "--out", out, "--tokenizer", tokenizer)
     assert done.returncode == 0, done.stderr
     assert f"going on with {out}" in done.stdout
     Corpus(out).verify()
