@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from tokenformer.ops.kernel import is_trained
 from tokenformer.ops.vector import parts_of
 
 FEW_ROWS = 64
@@ -24,11 +25,8 @@ def choose(x: Tensor, key_tokens: Tensor, value_tokens: Tensor, scale: float | T
         return "reference"
     if rows < FEW_ROWS:
         return "vector" if parts_of(x, key_tokens, value_tokens) > 1 else "reference"
-    trained = torch.is_grad_enabled() and any(
-        isinstance(tensor, Tensor) and tensor.requires_grad
-        for tensor in (x, key_tokens, value_tokens, scale)
-    )
-    if trained and rows * key_tokens.shape[0] * x.dtype.itemsize > MOST_SCORE_BYTES:
+    score_bytes = rows * key_tokens.shape[0] * x.dtype.itemsize
+    if score_bytes > MOST_SCORE_BYTES and is_trained(x, key_tokens, value_tokens, scale):
         return "streamed"
     return "direct"
 

@@ -7,7 +7,7 @@ what the passes make of the scores is made again in the backward pass.
 import torch
 from torch import Tensor
 
-from tokenformer.ops.rules import RULES, Grads, Kept, Scale, cached_rows
+from tokenformer.ops.rules import RULES, Grads, Kept, Scale, cached_rows, product
 from tokenformer.ops.theta import accumulation_dtype
 
 BLOCK_ROWS = 1024
@@ -34,8 +34,7 @@ class Direct:
             if keep:
                 block = torch.mm(found, keys.T, out=scores[part]).to(wide)
             else:
-                block = torch.mm(found, keys.T, out=some) if x.dtype == wide else found @ keys.T
-            block = block.to(wide)
+                block = product(found, keys.T, some)
             for few in cached_rows(block):
                 numbers = self.rule.weigh(block[few], some[few])
                 torch.cat(numbers, dim=1, out=stats[part][few])
@@ -50,10 +49,7 @@ class Direct:
         for part in blocks(x):
             block = scores[part].to(stats.dtype)
             weights, dblock = (matrix[: len(block)] for matrix in room)
-            if x.dtype == stats.dtype:
-                torch.mm(grad[part], values.T, out=dblock)
-            else:
-                dblock.copy_(grad[part] @ values.T)
+            product(grad[part], values.T, dblock)
             some = cached_rows(block)
             work = torch.empty_like(block[some[0]])
             for few in some:

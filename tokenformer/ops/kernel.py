@@ -36,6 +36,12 @@ KERNELS: dict[str, Callable[[str, Scale, str, float], Kernel]] = {
 }
 
 
+def is_trained(*inputs: Scale) -> bool:
+    """Whether a backward pass may follow."""
+    learned = (isinstance(tensor, Tensor) and tensor.requires_grad for tensor in inputs)
+    return torch.is_grad_enabled() and any(learned)
+
+
 def run(
     kernel: str,
     x: Tensor,
@@ -53,9 +59,7 @@ def run(
     if torch.compiler.is_compiling():
         scale = torch.as_tensor(scale, dtype=accumulation_dtype(x.dtype), device=x.device)
         out = compiled_forward(rows, keys, values, scale, kernel, *options)[0]
-    elif not torch.is_grad_enabled() or not any(
-        isinstance(t, Tensor) and t.requires_grad for t in (x, keys, values, scale)
-    ):
+    elif not is_trained(x, keys, values, scale):
         with as_they_are(x):
             found = KERNELS[kernel](theta, scale, approximate, eps)
             out = found.forward(rows, keys, values, keep=False)[0]
@@ -154,14 +158,7 @@ def compiled_forward(
 
 @compiled_forward.register_fake
 def _(
-    x: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: Tensor,
-    kernel: str,
-    theta: str,
-    approximate: str,
-    eps: float,
+    x: Tensor, keys: Tensor, values: Tensor, scale: Tensor, kernel: str, theta: str, *_: Any
 ) -> list[Tensor]:
     out = x.new_empty(x.shape[0], values.shape[1])
     return [out, *kept_shapes(kernel, theta, x, keys, values)]
@@ -201,18 +198,7 @@ def compiled_backward(
 
 
 @compiled_backward.register_fake
-def _(
-    grad: Tensor,
-    x: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scale: Tensor,
-    kept: list[Tensor],
-    kernel: str,
-    theta: str,
-    approximate: str,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(grad: Tensor, x: Tensor, keys: Tensor, values: Tensor, scale: Tensor, *_: Any) -> Grads:
     return (
         torch.empty_like(x),
         torch.empty_like(keys),

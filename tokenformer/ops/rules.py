@@ -178,6 +178,19 @@ def gelu_backward_(grad: Tensor, inputs: Tensor, approximate: str) -> None:
     torch.ops.aten.gelu_backward.grad_input(grad, inputs, approximate=approximate, grad_input=grad)
 
 
+def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """out = a b, of half precision rounded once."""
+    return torch.mm(a, b, out=out) if out.dtype == a.dtype else out.copy_(a @ b)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b; of half precision the product is rounded, the sum is not."""
+    if total.dtype == b.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(a.to(b.dtype) @ b)
+
+
 def row_products(a: Tensor, b: Tensor) -> Tensor:
     """Inner products of the rows, [R, 1]."""
     return torch.linalg.vecdot(a, b).unsqueeze(1)

@@ -29,10 +29,12 @@ from tokenformer.ops.rules import (
     Grads,
     Kept,
     Scale,
+    add_product,
     cached_rows,
     gelu,
     gelu_,
     gelu_backward_,
+    product,
     row_products,
     zero_is_infinite,
 )
@@ -62,19 +64,6 @@ class Chunks:
             shape = (self.rows, part.stop - part.start)
             matrices = [room[: shape[0] * shape[1]].view(shape) for room in self.room]
             yield part, self.keys[part], self.values[part], matrices
-
-
-def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """out = a b, of half precision rounded once."""
-    return torch.mm(a, b, out=out) if out.dtype == a.dtype else out.copy_(a @ b)
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b; of half precision the product is rounded, the sum is not."""
-    if total.dtype == b.dtype:
-        total.addmm_(a, b)
-    else:
-        total.add_(a.to(b.dtype) @ b)
 
 
 class GeluNetwork:
@@ -119,7 +108,9 @@ class GeluNetwork:
         factor, norm, root = kept
         y = (x * factor).to(x.dtype)
         dy = torch.zeros_like(x, dtype=norm.dtype)
-        slope = torch.zeros_like(dy)  # where a row's norm grows: K^T A, or of L1 K^T sign(A)
+        by_gram = known(root)
+        if not by_gram:
+            slope = torch.zeros_like(dy)  # where a row's norm grows: K^T A, or of L1 K^T sign(A)
         dkeys, dvalues = torch.empty_like(keys), torch.empty_like(values)
         for part, some_keys, some_values, matrices in Chunks(x, keys, values, 3):
             scores, weights, dscores = matrices
@@ -131,7 +122,7 @@ class GeluNetwork:
             add_product(dy, dscores, some_keys)
             torch.mm(dscores.T.to(x.dtype), y, out=dkeys[part])
             torch.mm(weights.T.to(x.dtype), grad, out=dvalues[part])
-            if not known(root):
+            if not by_gram:
                 add_product(slope, scores if self.order == 2 else scores.sign_(), some_keys)
         along = row_products(x.to(norm.dtype), dy)  # dL / df
         shrink = along * factor**2 / self.root
@@ -140,7 +131,7 @@ class GeluNetwork:
             dscale = (along * factor).sum() / self.scale
         else:
             shrink = shrink / norm
-            if known(root):
+            if by_gram:
                 slope = x.to(norm.dtype) @ root.T @ root
             else:
                 slope /= factor.masked_fill(factor == 0, 1)
