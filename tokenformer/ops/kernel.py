@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tokenformer.ops.direct import Direct
-from tokenformer.ops.rules import RULES, Grads, Kept, Scale
+from tokenformer.ops.rules import RULES, Grads, Kept, Scale, is_trained
 from tokenformer.ops.streamed import streamed
 from tokenformer.ops.theta import THETAS, accumulation_dtype
 
@@ -34,12 +34,6 @@ KERNELS: dict[str, Callable[[str, Scale, str, float], Kernel]] = {
     "direct": Direct,
     "streamed": streamed,
 }
-
-
-def is_trained(*inputs: Scale) -> bool:
-    """Whether a backward pass may follow."""
-    learned = (isinstance(tensor, Tensor) and tensor.requires_grad for tensor in inputs)
-    return torch.is_grad_enabled() and any(learned)
 
 
 def run(

@@ -152,6 +152,12 @@ RULES: dict[str, type[Rule]] = {
 }
 
 
+def is_trained(*inputs: Scale) -> bool:
+    """Whether a backward pass may follow."""
+    learned = (isinstance(tensor, Tensor) and tensor.requires_grad for tensor in inputs)
+    return torch.is_grad_enabled() and any(learned)
+
+
 def cached_rows(matrix: Tensor) -> list[slice]:
     """The rows of a matrix, a few at a time; all at once where there is no such cache."""
     rows, row_bytes = matrix.shape[0], matrix.shape[1] * matrix.itemsize
