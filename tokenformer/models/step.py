@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenformer.layers import LayerNorm, Pattention
+from tokenformer.layers.int8 import Int8Pattention
 from tokenformer.layers.norm import RMSNorm
 from tokenformer.layers.positions import Rotation
 from tokenformer.models.backbone import NamedAttention, ParallelLayer, SequentialLayer
@@ -25,7 +26,10 @@ from tokenformer.ops.native.library import Block, Norm, Shape, function
 from tokenformer.ops.native.rows import rule, threads_for, tokens, workspace
 
 PROJECTIONS = ("q", "k", "v", "o")
-MEMORY: dict[type[nn.Module], tuple[str, ...]] = {Pattention: ("key_tokens", "value_tokens")}
+MEMORY: dict[type[nn.Module], tuple[str, ...]] = {
+    Pattention: ("key_tokens", "value_tokens"),
+    Int8Pattention: ("key_tokens", "value_tokens", "key_scales", "value_scales"),
+}
 """What is read of the layers that have a native form, by their names."""
 BACKENDS = ("auto", "native")
 """Of layers that do not ask for another."""
@@ -63,7 +67,7 @@ class Step:
         self.hooks: list[dict[Any, Any]] = []
         self.parts: list[tuple[dict[str, Any], str, Any]] = []
         self.places: list[tuple[Tensor, int]] = []
-        self.maps: list[tuple[Pattention, float]] = []
+        self.maps: list[tuple[Any, float]] = []
         self.watch(model, model._modules, "layers")
         blocks: list[Any] = [self.block(layer) for layer in model.layers]
         kinds = {type(layer) for layer in model.layers}
@@ -163,8 +167,10 @@ class Step:
         if isinstance(scale, Tensor):
             return None
         self.maps.append((module, scale))
-        keys, values, *scales = self.watch(module, module._parameters or module._buffers, *names)
+        keys, values, *scales = self.watch(module, module._parameters, *names)
         if not native.suits(keys.new_empty(1, 1, dtype=torch.float32), keys, values):
+            return None
+        if any(scale.dtype != torch.float32 for scale in scales):
             return None
         return tokens(keys, values, scale, *scales)
 

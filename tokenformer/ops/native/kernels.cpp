@@ -90,9 +90,16 @@ static void wait_for_all() {
 
 template <typename T>
 static float dot(const float *a, const T *b, long width) {
-  float total = 0;
+  const int LANES = 64;  // so many sums at once: each waits four cycles for its last addition
+  float lanes[LANES] = {}, total = 0;
+  long j = 0;
+  for (; j + LANES <= width; j += LANES) {
+#pragma omp simd
+    for (int k = 0; k < LANES; k++) lanes[k] += a[j + k] * wide(b[j + k]);
+  }
 #pragma omp simd reduction(+ : total)
-  for (long j = 0; j < width; j++) total += a[j] * wide(b[j]);
+  for (int k = 0; k < LANES; k++) total += lanes[k];
+  for (; j < width; j++) total += a[j] * wide(b[j]);
   return total;
 }
 
