@@ -4,7 +4,7 @@ Measured on CPUs, forward and backward (benchmarks/pattention.py): `direct` is a
 formula or faster from a few hundred rows on, and keeps a third as much; `streamed` takes a third
 longer than that and keeps next to nothing, so it is for scores that would fill the memory. Few
 rows are fastest by the plain formula, a single one, as in decoding, by `vector`; torch.compile
-fuses the passes of the formula by itself.
+fuses the passes of the formula by itself. `triton` is named, never chosen, until timed on a GPU.
 """
 
 import torch
