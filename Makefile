@@ -39,7 +39,7 @@ clean:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	touch .venv/.core $@
 
-# Triton is as large as all the rest together, so only the tests that need it install it.
+# Triton takes 700 MB, so only the tests that need it install it.
 .venv/.slow: .venv/.dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,gpu]"
 	touch $@
