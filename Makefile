@@ -12,7 +12,7 @@ demo: .venv/.core           ## train a small TokenFormer on Python's own sources
 test: .venv/.dev            ## everything but the tests marked slow, in parallel
 	$(BIN)/pytest -m "not slow" -n auto --dist worksteal
 
-test-slow: .venv/.dev       ## the tests marked slow: compilation, the whole demo
+test-slow: .venv/.slow      ## the tests marked slow: compilation, kernels for GPUs, the whole demo
 	$(BIN)/pytest -m slow
 
 check: .venv/.dev           ## lint, formatting, types
@@ -38,3 +38,8 @@ clean:
 .venv/.dev: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	touch .venv/.core $@
+
+# Triton takes 700 MB, so only the tests that need it install it.
+.venv/.slow: .venv/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,gpu]"
+	touch $@

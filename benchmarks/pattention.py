@@ -105,9 +105,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--shapes", type=shape, nargs="+", default=SHAPES, help="rows x d x n")
-    parser.add_argument(
-        "--backends", nargs="+", choices=[*BACKENDS, "auto"], default=list(BACKENDS)
-    )
+    here = [name for name in BACKENDS if name != "triton"]  # which is not for CPUs
+    parser.add_argument("--backends", nargs="+", choices=[*here, "auto"], default=here)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     about = machine()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tokenformer.ops.direct import Direct
+from tokenformer.ops.fused import Fused
 from tokenformer.ops.rules import RULES, Grads, Kept, Scale, is_trained
 from tokenformer.ops.streamed import streamed
 from tokenformer.ops.theta import THETAS, accumulation_dtype
@@ -33,6 +34,7 @@ class Kernel(Protocol):
 KERNELS: dict[str, Callable[[str, Scale, str, float], Kernel]] = {
     "direct": Direct,
     "streamed": streamed,
+    "triton": Fused,
 }
 
 
@@ -164,6 +166,8 @@ def kept_shapes(kernel: str, theta: str, x: Tensor, keys: Tensor, values: Tensor
     def numbers(count: int) -> Tensor:
         return x.new_empty(x.shape[0], count, dtype=wide)
 
+    if kernel == "triton":
+        return [numbers(1) for _ in range(2 if theta == "softmax" else 1)]
     if kernel == "direct":
         return [x.new_empty(x.shape[0], keys.shape[0]), numbers(RULES[theta].numbers)]
     if theta in ("l2_gelu", "l1_gelu"):
