@@ -138,6 +138,25 @@ def test_strides_and_many_tokens(backend):
 
 
 @backends
+def test_softmax_of_large_scores(backend):
+    """All scores of a row are near a thousand: what tells the tokens apart are the last digits."""
+    x, keys, values = draw((16, 12), (40, 12), (40, 8), dtype=torch.float32)
+    with torch.no_grad():
+        keys += 1000 / 12
+        x.abs_()
+    inputs = [x, keys, values]
+    truth = all_of(
+        "reference", [t.detach().double().requires_grad_() for t in inputs], theta="softmax"
+    )
+    plain = all_of("reference", inputs, theta="softmax")
+    for one, other, true in zip(
+        all_of(backend, inputs, theta="softmax"), plain, truth, strict=True
+    ):
+        error, usual = ((t.double() - true).norm() for t in (one, other))
+        assert error <= 3 * usual, "no worse than the plain formula"
+
+
+@backends
 @pytest.mark.parametrize("dominance", [1e2, 1e4])
 def test_keys_with_one_direction_that_outweighs_the_rest(backend, dominance):
     """Half of the rows hardly see it: their norm is what the rest of the keys leave."""

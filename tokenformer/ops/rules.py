@@ -122,22 +122,25 @@ class GeluL2:
 
 
 class Softmax:
-    """W = s exp(A) / sum exp(A)."""
+    """W = s exp(A) / sum exp(A). The largest score and the sum are kept apart: of large scores the
+    logarithm of the sum has too few digits for shares that add up to one."""
 
-    numbers = 1
+    numbers = 2
 
     def __init__(self, scale: Scale, approximate: str, eps: float) -> None:
         self.scale = scale
 
     def weigh(self, scores: Tensor, weights: Tensor) -> Stats:
-        log_sum = scores.logsumexp(-1, keepdim=True)
-        torch.sub(scores, log_sum, out=weights).exp_().mul_(self.scale)
-        return (log_sum,)
+        largest = scores.amax(-1, keepdim=True)
+        total = torch.sub(scores, largest, out=weights).exp_().sum(-1, keepdim=True)
+        weights.mul_(self.scale / total)
+        return largest, total
 
     def backward(
         self, scores: Tensor, grad: Tensor, weights: Tensor, work: Tensor, stats: Stats
     ) -> Tensor:
-        torch.sub(scores, stats[0], out=weights).exp_()
+        largest, total = stats
+        torch.sub(scores, largest, out=weights).exp_().div_(total)
         along = torch.mul(grad, weights, out=work).sum(1, keepdim=True)
         weights.mul_(self.scale)
         grad.sub_(along).mul_(weights)
