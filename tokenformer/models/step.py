@@ -40,14 +40,16 @@ def take_step(
 ) -> Tensor | None:
     """hidden [1, 1, d] -> [1, 1, d], with its keys and values in the cache; None, and nothing has
     changed, where that cannot be had."""
-    if hidden.shape[:2] != (1, 1) or mask is not None or torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return None
+    if hidden.shape[:2] != (1, 1) or mask is not None:
         return None
     layers = getattr(cache, "layers", ())
     if len(layers) != len(model.layers):
         return None
     if not all(type(layer) is RoomyLayer and layer.is_initialized for layer in layers):
         return None
-    if torch.compiler.is_compiling() or not plain(hidden) or not native.suits(hidden):
+    if not plain(hidden) or not native.suits(hidden):
         return None
     step = getattr(cache, "step", None)
     if step is None or not step.is_current():

@@ -23,7 +23,7 @@ MOST_SCORE_BYTES = 1 << 30
 
 def choose(x: Tensor, key_tokens: Tensor, value_tokens: Tensor, scale: float | Tensor) -> str:
     rows = x.numel() // max(1, x.shape[-1])
-    if torch.compiler.is_compiling() or not plain(x, key_tokens, value_tokens):
+    if not plain(x, key_tokens, value_tokens):
         return "reference"
     if rows < FEW_ROWS:
         if not is_trained(x, key_tokens, value_tokens, scale) and suits(
@@ -39,8 +39,10 @@ def choose(x: Tensor, key_tokens: Tensor, value_tokens: Tensor, scale: float | T
 
 def plain(*tensors: Tensor) -> bool:
     """Whether these are tensors with memory, outside of all transforms: kernels by hand write to
-    memory, know no forward derivatives, batched or distributed tensors, and are not seen by what
-    listens to torch's operators, as its FLOP counter does."""
+    memory, know no forward derivatives, batched or distributed tensors, and are not seen by the
+    compiler or by what listens to torch's operators, as its FLOP counter does."""
+    if torch.compiler.is_compiling():
+        return False
     if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     if torch._C._len_torch_dispatch_stack():
