@@ -1,6 +1,6 @@
 """What `tokenformer prepare` costs over the disk and over the tokenizer that it cannot do without.
 
-    .venv/bin/python benchmarks/prepare.py
+    python -m benchmarks.prepare
 
 Bytes: enwik8 unpacked to shards of uint16, against copying it and against copying the shards, which
 are twice as long; all of it brought to the disk. Tokenizer: GPT-NeoX-20B on the pages of enwik8 as
