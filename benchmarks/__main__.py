@@ -1,8 +1,8 @@
 """Runs benchmarks one after the other, each in a process of its own, and draws the picture.
 
-    python -m benchmarks                       # the lot, in minutes
-    python -m benchmarks operator memory       # some
-    python -m benchmarks --full --out results.json
+python -m benchmarks                       # the lot, in minutes
+python -m benchmarks operator memory       # some
+python -m benchmarks --full --out results.json
 """
 
 import argparse
@@ -19,7 +19,9 @@ ROOT = Path(__file__).parent.parent
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"by default {', '.join(LOT)}")
     parser.add_argument("--full", action="store_true", help="longer sweeps, more rounds")
     parser.add_argument("--out", type=Path, help="the results file")

@@ -1,6 +1,7 @@
 """What our operator is measured against: the formula as the authors' code has it, in our own words,
 and the feed-forward network of a plain Transformer with as many weights and products."""
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -34,17 +35,27 @@ def in_layer(layer: Pattention, x: Tensor) -> Tensor:
     return released(x, layer.key_tokens, layer.value_tokens)
 
 
-def kept_bytes(make: Any, inputs: list[Tensor]) -> int:
-    """Of what autograd keeps of `make()` for the backward pass, besides the inputs."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-    seen: dict[int, int] = {}
+class Kept:
+    """`with Kept(inputs) as kept:` what autograd keeps for the backward pass besides the inputs."""
 
-    def note(tensor: Tensor) -> Tensor:
+    def __init__(self, inputs: Iterable[Tensor]) -> None:
+        self.own = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        self.seen: dict[int, int] = {}
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.note, lambda tensor: tensor)
+
+    def note(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in self.own:
+            self.seen[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        made = make()
-    del made
-    return sum(size for address, size in seen.items() if address not in own)
+    def __enter__(self) -> "Kept":
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.hooks.__exit__(*error)
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.seen.values())

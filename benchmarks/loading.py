@@ -123,7 +123,7 @@ def measure_size(folder: Path, size: str, rounds: int) -> Iterator[Row]:
     progress(f"loading {size} again and again")
     taken = in_turn(folders, rounds)
     found = compared(taken, "reading")
-    again = {**case, "case": f"{size}, again and again"}
+    again = {**case, "case": f"{size}, again and again", "what": "again"}
     speed = weights / sorted(taken["reading"])[rounds // 2] / 1e9
     for name, row in found.items():
         peer = "GPT-NeoX, read" if name.endswith(", read") else "GPT-NeoX"
@@ -136,7 +136,8 @@ def measure_size(folder: Path, size: str, rounds: int) -> Iterator[Row]:
         path = folders.get(name, folders["from_pretrained"])
         row = alone(first_load, name, path, torch.get_num_threads())
         row |= {"copies": row.pop("bytes") / weights, "own_copies": row.pop("own_bytes") / weights}
-        yield {**case, "case": f"{size}, first", "name": name, **row, "share_spread": 0.0}
+        first = {**case, "case": f"{size}, first", "what": "first", "name": name}
+        yield {**first, **row, "share_spread": 0.0}
 
 
 def measure(options: Namespace) -> Iterator[Row]:

@@ -71,7 +71,9 @@ def measure(options: Namespace) -> Iterator[Row]:
         return lambda: torch.autograd.grad(loss(hidden, embedding, labels), (hidden, embedding))
 
     steps = {name: step(loss) for name, loss in LOSSES.items()}
-    taken = interleaved({"products": products, **steps}, options.rounds or (7 if options.full else 3))
+    taken = interleaved(
+        {"products": products, **steps}, options.rounds or (7 if options.full else 3)
+    )
     found = compared(taken, "products", against=("plain",))
     peaks = {name: alone(peak_bytes, name, options) for name in LOSSES}
     case = f"{options.tokens} x {options.width} x {options.vocab}"

@@ -54,7 +54,7 @@ def compared(
     taken: dict[str, list[float]], limit: str, work: float = 1.0, against: tuple[str, ...] = ()
 ) -> dict[str, Row]:
     """Of each function but the limit its median seconds, its share of the limit's speed, and how
-    many times as fast as the rivals `against` it is; `work` is what it does, in the limit's runs."""
+    many times as fast as each of `against` it is; `work` is what it does, in runs of the limit."""
     found = {}
     for name, seconds in taken.items():
         if name == limit:
@@ -94,20 +94,21 @@ def number(key: str, form: str = ".2f", unit: int | float = 1) -> Callable[[Row]
 def growth(rows: list[Row], axes: tuple[str, ...], cost: str) -> list[Row]:
     """With which power of each axis the cost of each rival grows, wherever rows differ in that
     axis alone."""
-    found = []
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for axis in axes:
-        groups: dict[tuple[Any, ...], list[Row]] = {}
         for row in rows:
             if axis in row and row.get(cost, 0) > 0:
-                fixed = tuple((other, row[other]) for other in axes if other in row and other != axis)
-                groups.setdefault((row["name"], row.get("what"), fixed), []).append(row)
-        for (name, what, fixed), same in groups.items():
-            points = sorted({(row[axis], row[cost]) for row in same})
-            if len({x for x, _ in points}) < 2:
-                continue
-            line = {"name": name, "over": axis, "from": points[0][0], "to": points[-1][0]}
-            line |= {"cost": cost, "power": power(points), "fixed": dict(fixed)}
-            found.append(line if what is None else {**line, "what": what})
+                others = (other for other in axes if other in row and other != axis)
+                fixed = tuple((other, row[other]) for other in others)
+                groups.setdefault((axis, row["name"], row.get("what"), fixed), []).append(row)
+    found = []
+    for (axis, name, what, fixed), same in groups.items():
+        points = sorted((row[axis], row[cost]) for row in same)
+        if points[0][0] == points[-1][0]:
+            continue
+        line = {"name": name, "over": axis, "from": points[0][0], "to": points[-1][0]}
+        line |= {"cost": cost, "power": power(points), "fixed": dict(fixed)}
+        found.append(line if what is None else {**line, "what": what})
     return found
 
 

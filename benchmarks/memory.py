@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.formula import kept_bytes, mlp, released
+from benchmarks.formula import Kept, mlp, released
 from benchmarks.measuring import number, parser, progress, run
 from benchmarks.operator import by, shape
 from benchmarks.resident import PeakMemory, alone
@@ -46,11 +46,11 @@ def layer_memory(name: str, rows: int, d: int, n: int, threads: int) -> Row:
     function = BY_NAME.get(name) or by(name)
     warm_up(function)
     with PeakMemory() as peak:
-        made = torch.autograd.grad(function(*inputs), inputs, grad)
+        with Kept(inputs) as kept:
+            out = function(*inputs)
+        made = torch.autograd.grad(out, inputs, grad)
     gradients = sum(tensor.nbytes for tensor in made)
-    del made
-    kept = kept_bytes(lambda: function(*inputs), inputs)
-    return {"peak_bytes": peak.bytes, "kept_bytes": kept, "gradient_bytes": gradients}
+    return {"peak_bytes": peak.bytes, "kept_bytes": kept.bytes, "gradient_bytes": gradients}
 
 
 def warm_up(function: Any) -> None:
@@ -72,15 +72,12 @@ def model_memory(name: str, options: Namespace) -> Row:
     model(input_ids=ids[:1, :64], labels=ids[:1, :64], use_cache=False).loss.backward()
     model.zero_grad()
 
-    def loss() -> Any:
-        return model(input_ids=ids, labels=ids, use_cache=False).loss
-
     with PeakMemory() as peak:
-        loss().backward()
+        with Kept(model.parameters()) as kept:
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
     gradients = sum(parameter.grad.nbytes for parameter in model.parameters())
-    model.zero_grad()
-    kept = kept_bytes(loss, list(model.parameters()))
-    return {"peak_bytes": peak.bytes, "kept_bytes": kept, "gradient_bytes": gradients}
+    return {"peak_bytes": peak.bytes, "kept_bytes": kept.bytes, "gradient_bytes": gradients}
 
 
 def compared_with_released(case: Row, found: dict[str, Row]) -> Iterator[Row]:

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from benchmarks.formula import kept_bytes, mlp, released
+from benchmarks.formula import Kept, mlp, released
 from benchmarks.measuring import compared, interleaved, number, parser, progress, run, with_spread
 from benchmarks.results import Row
 from tokenformer.ops import BACKENDS, pattention
@@ -46,6 +47,13 @@ def by(backend: str) -> Any:
     return lambda x, keys, values: pattention(x, keys, values, backend=backend)
 
 
+def kept_bytes(function: Any, inputs: list[Tensor]) -> int:
+    with Kept(inputs) as kept:
+        made = function(*inputs)
+    del made
+    return kept.bytes
+
+
 def measure_shape(rows: int, d: int, n: int, names: list[str], rounds: int) -> list[Row]:
     inputs = [torch.randn(shape, requires_grad=True) for shape in ((rows, d), (n, d), (n, d))]
     grad, weights = torch.randn(rows, d), torch.randn(rows, n)
@@ -68,10 +76,12 @@ def measure_shape(rows: int, d: int, n: int, names: list[str], rounds: int) -> l
     steps = {name: step(function) for name, function in functions.items()}
     taken = interleaved({"products": products, **steps}, rounds)
     found = compared(taken, "products", against=("released", "mlp"))
-    kept = {name: kept_bytes(lambda f=f: f(*inputs), inputs) for name, f in functions.items()}
+    kept = {name: kept_bytes(function, inputs) for name, function in functions.items()}
     case = {"case": f"{rows} x {d} x {n}", "rows": rows, "d": d, "n": n}
     speed = 12 * rows * d * n / statistics.median(taken["products"]) / 1e9
-    memory = {name: {"kept_bytes": kept[name], "kept": kept[name] / kept["released"]} for name in kept}
+    memory = {
+        name: {"kept_bytes": kept[name], "kept": kept[name] / kept["released"]} for name in kept
+    }
     return [{**case, **found[name], **memory[name], "limit_gflops": speed} for name in functions]
 
 

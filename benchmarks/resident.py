@@ -1,11 +1,12 @@
 """The resident memory of a process, by Linux's own account.
 
-A peak belongs to a process, so each is measured in a new one, the fork of a server that has imported
-what benchmarks need and computed nothing. The high-water mark is set back when
-what is measured begins: `ru_maxrss` cannot be, and begins at the size of the process that started
-this one.
+A peak belongs to a process, so each is measured in a new one, the fork of a server that has
+imported what benchmarks need and computed nothing. The high-water mark is set back when what is
+measured begins: `ru_maxrss` cannot be, and begins at the size of the process that started this one.
 """
 
+import ctypes
+import gc
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -42,6 +43,7 @@ class PeakMemory:
     """Gained at the end, without the pages of mapped files, which the system may take back."""
 
     def __enter__(self) -> "PeakMemory":
+        give_back()
         Path("/proc/self/clear_refs").write_text(RESET_PEAK)
         self.before, self.own_before = status("VmRSS"), status("RssAnon")
         return self
@@ -49,6 +51,12 @@ class PeakMemory:
     def __exit__(self, *_: object) -> None:
         self.bytes = status("VmHWM") - self.before
         self.own_bytes = status("RssAnon") - self.own_before
+
+
+def give_back() -> None:
+    """What the allocator holds for later would be used again unseen."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def status(field: str) -> int:

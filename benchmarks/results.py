@@ -59,7 +59,10 @@ def results_path() -> Path:
 def keep(path: Path, name: str, section: Row) -> None:
     """Write one section; the others stay. A reader sees the old file or the new one, whole."""
     found = json.loads(path.read_text()) if path.exists() else {}
-    when = {"date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(), "commit": commit()}
+    when = {
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "commit": commit(),
+    }
     found |= {"machine": machine(), name: {**when, **section}}
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(".part")

@@ -162,9 +162,7 @@ def measure_case(what: str, options: Namespace) -> list[Row]:
     functions = {name: bind(model, inputs) for name, model in models.items()}
     taken = interleaved({"products": lambda: square @ square, **functions}, options.rounds)
     flops = options.batch * useful_flops(what, options)
-    found = compared(
-        taken, "products", work=flops / (2 * SQUARE**3), against=("released", peer)
-    )
+    found = compared(taken, "products", work=flops / (2 * SQUARE**3), against=("released", peer))
     rows = []
     for name, model in models.items():
         row = found[name]
