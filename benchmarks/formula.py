@@ -27,7 +27,7 @@ def by_formula(model: Any) -> Any:
     """The model with every Pattention by the released formula."""
     for module in model.modules():
         if isinstance(module, Pattention):
-            module.forward = partial(in_layer, module)
+            module.forward = partial(in_layer, module)  # type: ignore[method-assign]
     return model
 
 

@@ -47,13 +47,13 @@ def make(family: str, size: str, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def on_disk(small: Path, large: Path, to: str, init: str) -> float:
+def on_disk(small: Path, large: Path, to: str, init: str) -> float | None:
     from tokenformer.growth.folder import grow_folder
 
     return grow_folder(small, large, config_of("Tokenformer", to), init=init).max_layer_change
 
 
-def in_memory(small: Path, large: Path, to: str, init: str) -> float:
+def in_memory(small: Path, large: Path, to: str, init: str) -> float | None:
     import tokenformer
 
     model = model_class("Tokenformer").from_pretrained(small)
@@ -108,8 +108,8 @@ def logit_change(small: Path, large: Path) -> float:
     from tokenformer import TokenformerForCausalLM
     from tokenformer.growth.probe import output_change
 
-    models = [TokenformerForCausalLM.from_pretrained(folder) for folder in (small, large)]
-    return output_change(*models, seed=0)
+    old, new = (TokenformerForCausalLM.from_pretrained(folder) for folder in (small, large))
+    return output_change(old, new, seed=0)
 
 
 def measure_size(folder: Path, options: Namespace, to: str) -> Iterator[Row]:
@@ -125,7 +125,7 @@ def measure_size(folder: Path, options: Namespace, to: str) -> Iterator[Row]:
         taken["copy"].append(copied(large["on disk"], folder / "copy"))
     size = {way: sum(file.stat().st_size for file in large[way].iterdir()) for way in WAYS}
     for way in WAYS:
-        row = {"case": f"{options.small} to {to}, {options.init}", "name": way}
+        row: Row = {"case": f"{options.small} to {to}, {options.init}", "name": way}
         row |= {"seconds": statistics.median(taken[way]), "bytes": size[way]}
         for rival in ("copy", PEER):
             over = (taken[way], taken[rival]) if rival == "copy" else (taken[rival], taken[way])

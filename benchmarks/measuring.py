@@ -31,12 +31,12 @@ def interleaved(
     """Seconds of every round of each; they take turns, since the machine is shared. `before` runs
     ahead of each, unmeasured."""
     taken: dict[str, list[float]] = {name: [] for name in functions}
-    for number in range(rounds + 1):
+    for turn in range(rounds + 1):
         for name, function in functions.items():
             before()
             start = time.perf_counter()
             function()
-            if number:  # the first warms up
+            if turn:  # the first warms up
                 taken[name].append(time.perf_counter() - start)
     return taken
 

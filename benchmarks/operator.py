@@ -96,7 +96,7 @@ def measure(options: Namespace) -> Iterator[Row]:
 
 
 def shape(text: str) -> tuple[int, int, int]:
-    rows, d, n = (int(number) for number in text.split("x"))
+    rows, d, n = (int(size) for size in text.split("x"))
     return rows, d, n
 
 

@@ -6,6 +6,7 @@ holds the facts of the machine and, by benchmark, when and at which commit it ra
 """
 
 import datetime
+import importlib.metadata
 import json
 import os
 import platform
@@ -21,7 +22,6 @@ FOLDER = Path(__file__).parent / "results"
 def machine() -> Row:
     """What figures depend on; nothing that names the machine or its owner."""
     import torch
-    import transformers
 
     import tokenformer
 
@@ -32,7 +32,7 @@ def machine() -> Row:
         "system": platform.system(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": importlib.metadata.version("transformers"),
         "tokenformer": tokenformer.__version__,
     }
 

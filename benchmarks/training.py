@@ -94,8 +94,8 @@ def our_encoder(backend: str, options: Namespace) -> nn.Module:
         output_tokens=attention_tokens,
         batch_first=True,
     )
-    encoder = nn.TransformerEncoder(layer, options.layers, enable_nested_tensor=False)
-    return with_backend(backend, encoder)
+    stack: Any = nn.TransformerEncoder  # typed for torch's own layers alone
+    return with_backend(backend, stack(layer, options.layers, enable_nested_tensor=False))
 
 
 def torch_encoder(parameters: int, options: Namespace) -> nn.Module:
