@@ -6,8 +6,9 @@
 The model has fresh weights, scaled up so that every part moves the logits. `on disk` is
 `tokenformer grow`, which reads the old model layer by layer; `in memory` is the plain way (load,
 grow, save); the peer is the Transformer of the same presets, grown by Net2Net. Each runs in a
-process of its own, whose peak of resident memory is compared with the size of the grown folder; the
-limit is copying that folder (read and written once, synced).
+process of its own, whose peak of resident memory, with and without the mapped pages of the old
+model, is compared with the size of the grown folder; the limit is copying that folder (read and
+written once, synced).
 """
 
 import os
@@ -29,7 +30,8 @@ COLUMNS = {
     "time of a copy's": with_spread("times_copy", 1),
     "times as fast as Net2Net": with_spread(f"times_{PEER}"),
     "seconds": number("seconds", ".1f"),
-    "memory, of the grown": number("memory"),
+    "peak, of the grown": number("bytes_of_grown"),
+    "own memory": number("own_bytes_of_grown"),
     "change of a layer": number("max_layer_change", ".1e"),
     "change of the logits": number("max_logit_change", ".1e"),
 }
@@ -85,7 +87,8 @@ def grow_by(way: str, small: Path, large: Path, to: str, init: str) -> Row:
         change = WAYS[way](small, large, to, init)
         sync(large)
     seconds = time.perf_counter() - start
-    return {"seconds": seconds, "bytes": peak.bytes, "max_layer_change": change}
+    row = {"seconds": seconds, "bytes": peak.bytes, "own_bytes": peak.own_bytes}
+    return {**row, "max_layer_change": change}
 
 
 def sync(folder: Path) -> None:
@@ -130,7 +133,8 @@ def measure_size(folder: Path, options: Namespace, to: str) -> Iterator[Row]:
         for rival in ("copy", PEER):
             over = (taken[way], taken[rival]) if rival == "copy" else (taken[rival], taken[way])
             row[f"times_{rival}"], row[f"times_{rival}_spread"] = ratio(*over)
-        row |= {"memory": found[way]["bytes"] / size[way], "peak_bytes": found[way]["bytes"]}
+        for key in ("bytes", "own_bytes"):
+            row |= {f"peak_{key}": found[way][key], f"{key}_of_grown": found[way][key] / size[way]}
         row |= {"copy_seconds": statistics.median(taken["copy"])}
         if way != PEER:  # which does not measure its layers
             row["max_layer_change"] = found[way]["max_layer_change"]

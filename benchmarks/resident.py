@@ -7,6 +7,7 @@ measured begins: `ru_maxrss` cannot be, and begins at the size of the process th
 
 import ctypes
 import gc
+import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -15,6 +16,7 @@ from typing import Any
 
 STATUS = Path("/proc/self/status")
 RESET_PEAK = "5"
+LOOK_EVERY = 0.01  # seconds
 PRELOADED = ["benchmarks.training", "tokenformer.growth.folder", "transformers.models.gpt_neox"]
 
 
@@ -40,17 +42,29 @@ class PeakMemory:
     bytes: int
     """Gained, at the most."""
     own_bytes: int
-    """Gained at the end, without the pages of mapped files, which the system may take back."""
+    """The same without the pages of mapped files, which the system may take back. Linux keeps no
+    mark of that; it is looked up a hundred times a second."""
 
     def __enter__(self) -> "PeakMemory":
         give_back()
         Path("/proc/self/clear_refs").write_text(RESET_PEAK)
         self.before, self.own_before = status("VmRSS"), status("RssAnon")
+        self.own_most, self.ended = self.own_before, threading.Event()
+        self.watch = threading.Thread(target=self.look_up, daemon=True)
+        self.watch.start()
         return self
+
+    def look_up(self) -> None:
+        while True:
+            self.own_most = max(self.own_most, status("RssAnon"))
+            if self.ended.wait(LOOK_EVERY):
+                return
 
     def __exit__(self, *_: object) -> None:
         self.bytes = status("VmHWM") - self.before
-        self.own_bytes = status("RssAnon") - self.own_before
+        self.ended.set()
+        self.watch.join()
+        self.own_bytes = max(self.own_most, status("RssAnon")) - self.own_before
 
 
 def give_back() -> None:
