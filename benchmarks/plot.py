@@ -158,7 +158,7 @@ def training(axes: Any, results: Row) -> None:
     rows = [row for row in rows if (row["length"], row["n"]) == (rows[0]["length"], rows[0]["n"])]
     cases: dict[str, list[Row]] = {}
     for row in rows:
-        cases.setdefault(f"{row['what']}\n{row['peer']}", []).append(with_peer_name(row))
+        cases.setdefault(f"{row['what']}\npeer: {row['peer']}", []).append(with_peer_name(row))
     shown = [row for group in cases.values() for row in group]
     bars(axes, shown, cases, "share")
     shape = f"{rows[0]['batch']} x {rows[0]['length']} tokens"
@@ -211,7 +211,7 @@ def loading(axes: Any, results: Row) -> None:
     cases: dict[str, list[Row]] = {}
     for row in rows:
         name, _, read = row["name"].partition(", ")
-        case = f"{row['size']}, weights read" if read else f"{row['size']}, loaded"
+        case = f"{row['size']}\n{'and weights read' if read else 'loaded'}"
         seconds = {"seconds": row["seconds"], "name": name}
         seconds["times_reading"] = 1 / row["share"]
         cases.setdefault(case, []).append(seconds)
@@ -231,7 +231,7 @@ def growth(axes: Any, results: Row) -> None:
         cases.setdefault(row["case"], []).append(row)
     bars(axes, rows, cases, "times_copy")
     axes.axhline(1, color="0.6", linewidth=1, linestyle=(0, (3, 3)))
-    axes.set_title("Growing a folder", fontsize=10.5, loc="left")
+    axes.set_title("Growing a folder\nread, grown, written, synced", fontsize=10.5, loc="left")
     axes.set_ylabel("times copying the grown one", color=INK, fontsize=9)
     axes.grid(color=PALE, axis="y")
     legend(axes, names_of(rows))
