@@ -6,12 +6,14 @@ python -m benchmarks --full --out results.json
 """
 
 import argparse
+import json
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from benchmarks.measuring import progress
+from benchmarks.plot import PANELS, draw
 from benchmarks.results import results_path
 
 LOT = ("operator", "training", "decode", "growth", "memory", "loading", "loop", "loss")
@@ -37,10 +39,10 @@ def main(arguments: list[str] | None = None) -> None:
         progress(f"[{spent / 60:4.1f} min] {name}, {place} of {len(names)}")
         done = subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *words], cwd=ROOT)
         failed += [name] if done.returncode else []
-    if out.exists():
-        picture = out.with_suffix(".png")
-        words = [str(out), "--out", str(picture)]
-        subprocess.run([sys.executable, "-m", "benchmarks.plot", *words], cwd=ROOT, check=True)
+    found = json.loads(out.read_text()) if out.exists() else {}
+    if any(section in found for section, _ in PANELS):
+        draw(found, out.with_suffix(".png"))
+        print(f"drawn to {out.with_suffix('.png').name}")
     print(f"{(time.perf_counter() - start) / 60:.1f} minutes in all")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")

@@ -71,9 +71,7 @@ def measure(options: Namespace) -> Iterator[Row]:
         return lambda: torch.autograd.grad(loss(hidden, embedding, labels), (hidden, embedding))
 
     steps = {name: step(loss) for name, loss in LOSSES.items()}
-    taken = interleaved(
-        {"products": products, **steps}, options.rounds or (7 if options.full else 3)
-    )
+    taken = interleaved({"products": products, **steps}, options.rounds or 5)
     found = compared(taken, "products", against=("plain",))
     peaks = {name: alone(peak_bytes, name, options) for name in LOSSES}
     case = f"{options.tokens} x {options.width} x {options.vocab}"
@@ -84,10 +82,12 @@ def measure(options: Namespace) -> Iterator[Row]:
 
 def main(arguments: list[str] | None = None) -> None:
     made = parser(__doc__)
-    made.add_argument("--tokens", type=int, default=4096)
+    made.add_argument("--tokens", type=int, help="by default 1024, with --full 4096")
     made.add_argument("--width", type=int, default=768)
     made.add_argument("--vocab", type=int, default=50304)
-    run("loss", measure, COLUMNS, made.parse_args(arguments))
+    options = made.parse_args(arguments)
+    options.tokens = options.tokens or (4096 if options.full else 1024)
+    run("loss", measure, COLUMNS, options)
 
 
 if __name__ == "__main__":

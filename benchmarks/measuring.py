@@ -20,7 +20,7 @@ from benchmarks.results import Row, keep, machine, results_path
 Columns = dict[str, Callable[[Row], str]]
 """Title to cell."""
 
-CASE_WIDTH, NAME_WIDTH = 32, 22
+CASE_WIDTH, NAME_WIDTH, NARROWEST = 32, 22, 11
 
 
 def interleaved(
@@ -149,7 +149,7 @@ def run(
     about, start = machine(), time.perf_counter()
     if not options.json:
         print(f"{name}: {about['cpu']}, {about['threads']} threads, torch {about['torch']}, fp32\n")
-        titles = "".join(f"{title:>{len(title) + 3}}" for title in columns)
+        titles = "".join(f"{title:>{width(title)}}" for title in columns)
         print(f"{'':<{CASE_WIDTH}}{'':<{NAME_WIDTH}}{titles}")
     rows: list[Row] = []
     for row in measure(options):
@@ -168,10 +168,14 @@ def run(
     print(f"\n{section['seconds']:.0f} s; kept in {path.name}\n")
 
 
+def width(title: str) -> int:
+    return 3 + max(len(title), NARROWEST)
+
+
 def table_line(row: Row, columns: Columns, repeated: list[Row]) -> str:
     """A case is named once, in the first of its rows."""
     case = "" if any(row["case"] == last["case"] for last in repeated) else row["case"]
-    cells = "".join(f"{cell(row):>{len(title) + 3}}" for title, cell in columns.items())
+    cells = "".join(f"{cell(row):>{width(title)}}" for title, cell in columns.items())
     lead = "\n" if case and repeated else ""
     return f"{lead}{case:<{CASE_WIDTH}}{row['name']:<{NAME_WIDTH}}{cells}"
 
