@@ -25,7 +25,6 @@ from benchmarks.results import Row
 from tokenformer import TokenformerConfig, TokenformerEncoderLayer, TokenformerForCausalLM
 from tokenformer.models.accounting import forward_flops
 
-SQUARE = 2048
 COLUMNS = {
     "of the products' speed": with_spread("share"),
     "times released": with_spread("times_released"),
@@ -158,11 +157,12 @@ def measure_case(what: str, options: Namespace) -> list[Row]:
         peer, inputs = "GPT-NeoX", torch.randint(options.vocab, shape)
         models[peer] = neox(size, options)
         bind = model_step if what == "training step" else model_prefill
-    square = torch.randn(SQUARE, SQUARE)
+    square = torch.randn(options.square, options.square)
+    square_flops = 2 * options.square**3
     functions = {name: bind(model, inputs) for name, model in models.items()}
     taken = interleaved({"products": lambda: square @ square, **functions}, options.rounds)
     flops = options.batch * useful_flops(what, options)
-    found = compared(taken, "products", work=flops / (2 * SQUARE**3), against=("released", peer))
+    found = compared(taken, "products", work=flops / square_flops, against=("released", peer))
     rows = []
     for name, model in models.items():
         row = found[name]
@@ -172,7 +172,7 @@ def measure_case(what: str, options: Namespace) -> list[Row]:
         row |= {"case": case, "what": what, "length": options.length, "n": options.ffn_tokens}
         row |= {"batch": options.batch, "peer": peer, "parameters": size_of(model)}
         row["seconds_per_token"] = row["seconds"] / (options.batch * options.length)
-        row["limit_gflops"] = 2 * SQUARE**3 / statistics.median(taken["products"]) / 1e9
+        row["limit_gflops"] = square_flops / statistics.median(taken["products"]) / 1e9
         rows.append(row)
     return rows
 
@@ -213,6 +213,7 @@ def main(arguments: list[str] | None = None) -> None:
     made.add_argument("--ffn_tokens", type=int, nargs="+", help="the first also for all lengths")
     made.add_argument("--tokens", type=int, default=1024, help="of a batch")
     made.add_argument("--vocab", type=int, default=8192)
+    made.add_argument("--square", type=int, default=2048, help="side of the limit's products")
     options = made.parse_args(arguments)
     width = options.width
     options.lengths = options.lengths or ([512, 256, 1024, 2048] if options.full else [512, 1024])

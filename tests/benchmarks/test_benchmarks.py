@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent.parent
 MODEL = "--width 64 --layers 1 --vocab 96"
 TINY = {
     "operator": "--shapes 8x16x24 8x16x48 12x16x24",
-    "training": f"{MODEL} --tokens 16 --lengths 8 16 --ffn_tokens 24",
+    "training": f"{MODEL} --tokens 16 --lengths 8 16 --ffn_tokens 24 --square 64",
     "decode": f"{MODEL} --tokens 3 --contexts 4 --batches 1 2 --ffn_tokens 24",
     "growth": "--from tiny --to tiny-grown",
     "memory": f"{MODEL} --shapes 64x32x256 --backends streamed --lengths 16",
