@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := tokenformer tests benchmarks experiments
 
-.PHONY: demo test test-slow check format clean
+.PHONY: demo test test-slow bench check format clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.core           ## train a small TokenFormer on Python's own sources, grow it, train on; draws the curves
@@ -14,6 +14,9 @@ test: .venv/.dev            ## everything but the tests marked slow, in parallel
 
 test-slow: .venv/.slow      ## the tests marked slow: compilation, kernels for GPUs, the whole demo
 	$(BIN)/pytest -m slow
+
+bench: .venv/.dev           ## speed and memory against peers, in minutes; tables, a results file and its picture
+	$(BIN)/python -m benchmarks
 
 check: .venv/.dev           ## lint, formatting, types
 	$(BIN)/ruff check $(SOURCES)

@@ -142,6 +142,17 @@ def test_what_only_python_can_do_is_left_to_it(make_model: Make, taken: list[boo
         assert not any(taken)
 
 
+def test_a_forward_of_the_users_own_is_called(make_model: Make, taken: list[bool]):
+    model = make_model("tokenformer", tie_word_embeddings=False).float()
+    ffn = model.model.layers[1].ffn
+    ffn.forward = lambda x: 3 * type(ffn).forward(ffn, x)
+    said = speak(model, prompt(), 8)
+    assert not any(taken)
+    with torch.no_grad():
+        wanted = model(said.sequences, use_cache=False).logits[0, 4:-1]
+    torch.testing.assert_close(torch.cat(said.logits), wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_a_model_that_changes_while_its_cache_lives(make_model: Make, taken: list[bool]):
     """Weights in place, weights elsewhere, another layer, another scale: each is seen at once."""
     model = make_model("tokenformer", tie_word_embeddings=False).float()

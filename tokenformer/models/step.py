@@ -54,7 +54,7 @@ def take_step(
     step = getattr(cache, "step", None)
     if step is None or not step.is_current():
         step = cache.step = Step(model)
-    if step.blocks is None or any(step.hooks):
+    if step.blocks is None or step.is_watched():
         return None
     return step(hidden, rotation, layers)
 
@@ -66,6 +66,7 @@ class Step:
     """None if the model has what only Python can do."""
 
     def __init__(self, model: Any) -> None:
+        self.modules: list[nn.Module] = []
         self.hooks: list[dict[Any, Any]] = []
         self.parts: list[tuple[dict[str, Any], str, Any]] = []
         self.places: list[tuple[Tensor, int]] = []
@@ -178,11 +179,16 @@ class Step:
 
     def watch(self, module: nn.Module, has: dict[str, Any], *names: str) -> list[Any]:
         """The hooks of a module, and what it has by these names."""
+        self.modules.append(module)
         self.hooks += [module._forward_hooks, module._forward_pre_hooks]
         found = [has[name] for name in names]
         self.parts += [(has, name, part) for name, part in zip(names, found, strict=True)]
         self.places += [(part, part.data_ptr()) for part in found if isinstance(part, Tensor)]
         return found
+
+    def is_watched(self) -> bool:
+        """Whether someone has put something of their own in the way of a module's forward."""
+        return any(self.hooks) or any("forward" in module.__dict__ for module in self.modules)
 
     def is_current(self) -> bool:
         """Whether the model still is what it was."""

@@ -1,11 +1,11 @@
 """Which backend `auto` is.
 
-Measured on CPUs, forward and backward (benchmarks/pattention.py): `direct` is as fast as the plain
-formula or faster from a few hundred rows on, and keeps a third as much; `streamed` takes a third
-longer than that and keeps next to nothing, so it is for scores that would fill the memory. Few
-rows are fastest by the plain formula or, without gradients, as in decoding, by `native`; a single
-one, where that cannot be, by `vector`. torch.compile fuses the passes of the formula by itself.
-`triton` is named, never chosen, until timed on a GPU.
+Measured on CPUs, forward and backward (`python -m benchmarks.operator`): `direct` is as fast as
+the plain formula or faster from a few hundred rows on, and keeps a third as much; `streamed` takes
+a third longer than that and keeps next to nothing, so it is for scores that would fill the memory.
+Few rows are fastest by the plain formula or, without gradients, as in decoding, by `native`; a
+single one, where that cannot be, by `vector`. torch.compile fuses the passes of the formula by
+itself. `triton` is named, never chosen, until timed on a GPU.
 """
 
 import torch
