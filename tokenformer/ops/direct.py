@@ -43,7 +43,7 @@ class Direct:
 
     def backward(self, grad: Tensor, x: Tensor, keys: Tensor, values: Tensor, kept: Kept) -> Grads:
         scores, stats = kept
-        dx, dkeys, dvalues = torch.empty_like(x), torch.zeros_like(keys), torch.zeros_like(values)
+        dx, dkeys, dvalues = (torch.empty_like(tensor) for tensor in (x, keys, values))
         dscale = stats.new_zeros(())
         room = [stats.new_empty(largest(x), keys.shape[0]) for _ in range(2)]
         for part in blocks(x):
@@ -60,8 +60,12 @@ class Direct:
                 ).sum()
             dscores = dblock.to(x.dtype)
             torch.mm(dscores, keys, out=dx[part])
-            dkeys.addmm_(dscores.T, x[part])
-            dvalues.addmm_(weights.to(x.dtype).T, grad[part])
+            # Into memory that is not made zero first: it would be gone through once more.
+            beta = 0 if part.start == 0 else 1
+            torch.addmm(dkeys, dscores.T, x[part], beta=beta, out=dkeys)
+            torch.addmm(dvalues, weights.to(x.dtype).T, grad[part], beta=beta, out=dvalues)
+        if not len(x):
+            dkeys.zero_(), dvalues.zero_()
         return dx, dkeys, dvalues, dscale
 
 
