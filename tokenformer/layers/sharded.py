@@ -35,12 +35,12 @@ class ShardedPattention(Pattention):
 
     def forward(self, x: Tensor) -> Tensor:
         keys, values, scale = self.token_set()
-        mesh: Any = self.key_tokens.device_mesh
+        spread: Any = self.key_tokens
         return sharded_pattention(
             x,
             keys,
             values,
-            mesh.get_group(),
+            spread.device_mesh.get_group(),
             scale_tokens=scale,
             theta=self.theta,
             approximate=self.approximate,

@@ -23,8 +23,8 @@ TOKENS = ("key_tokens", "value_tokens")
 
 
 class TokenParallel(ParallelStyle):
-    """How a Pattention layer is spread, for torch's `parallelize_module` and, by the methods without
-    an underscore, for transformers' plans."""
+    """How a Pattention layer is spread, for torch's `parallelize_module` and, by the methods
+    without an underscore, for transformers' plans."""
 
     def __init__(self, *, sum_gradient: bool = True) -> None:
         super().__init__()

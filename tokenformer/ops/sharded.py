@@ -55,7 +55,7 @@ def sharded_pattention(
 class Once(ByHand):
     """Without gradients of gradients: those would come from the formula for one process."""
 
-    backward = staticmethod(once_differentiable(ByHand.backward))
+    backward = staticmethod(once_differentiable(ByHand.backward))  # type: ignore[assignment]
 
 
 class Sharded:
