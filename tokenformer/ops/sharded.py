@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tokenformer.ops.kernel import ByHand, autocast
 from tokenformer.ops.rules import RULES, Grads, Kept, Scale, Stats, cached_rows, product
@@ -55,7 +54,10 @@ def sharded_pattention(
 class Once(ByHand):
     """Without gradients of gradients: those would come from the formula for one process."""
 
-    backward = staticmethod(once_differentiable(ByHand.backward))  # type: ignore[assignment]
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        refuse_graph()
+        return ByHand.backward(ctx, grad)
 
 
 class Sharded:
@@ -135,8 +137,13 @@ class SumGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        refuse_graph()
         grad = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
+
+
+def refuse_graph() -> None:
+    if torch.is_grad_enabled():  # in a backward pass: with create_graph
+        raise NotImplementedError("tokens spread over processes have no gradients of gradients")

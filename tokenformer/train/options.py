@@ -136,11 +136,8 @@ class RunOptions:
         require(self, 1, "checkpoint_every", "keep_last")
         require(self, 0, "seed")
         require(self, 1, "tensor_parallel")
-        if self.tensor_parallel > 1 and self.parallel == "ddp":
-            raise ValueError(
-                f"parallel=ddp does not go with tensor_parallel={self.tensor_parallel}; choose "
-                "auto or fsdp"
-            )
+        if self.tensor_parallel > 1:
+            self._check_tensor_parallel()
         if self.micro_batch_size is not None:
             require(self, 1, "micro_batch_size")
         if self.nested is not None and not all(0 < share <= 1 for share in self.nested):
@@ -149,6 +146,18 @@ class RunOptions:
             raise ValueError(f"ema={self.ema} must be between 0 and 1, or null")
         if not self.spike_factor > 1:
             raise ValueError(f"spike_factor={self.spike_factor} must be above 1")
+
+    def _check_tensor_parallel(self) -> None:
+        # DDP takes no spread tensors, torch's gradient scaler no mix of spread and other ones.
+        for name, refused, others in (
+            ("parallel", "ddp", "auto or fsdp"),
+            ("precision", "fp16", "fp32 or bf16"),
+        ):
+            if getattr(self, name) == refused:
+                raise ValueError(
+                    f"{name}={refused} does not go with tensor_parallel={self.tensor_parallel}; "
+                    f"choose {others}"
+                )
 
 
 @dataclass
