@@ -8,7 +8,7 @@ package does: they exchange the norms, one number a row, and in the backward pas
 `gram` sums G = K^T K, [d, d], over both, once a step, and has the norms from x^T G x; in the
 backward pass the number more then follows from the sum of the gradients of the rows, which is
 exchanged anyway. `gram kept` finds G ready, as all micro-batches of a step but the first would.
-`whole` is the same layer by `direct` on one process with both threads.
+`nothing` is one half of the tokens by `direct` on each, with nothing exchanged.
 """
 
 import argparse
@@ -19,43 +19,51 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from measuring import interleaved, keep, machine, ratio
 from torch import Tensor, multiprocessing
 
 from tokenformer.ops import pattention
+from tokenformer.ops.rules import RULES, cached_rows
 from tokenformer.ops.sharded import sharded_pattention
 
 SHAPES = ["1024x768x576", "1024x768x2304", "4096x768x2304", "4096x768x6144", "4096x128x512"]
 
 
 class Gram(torch.autograd.Function):
-    """`sharded_pattention` with the Gram matrix of all keys given."""
+    """`sharded_pattention` with the Gram matrix of all keys given; its passes are the same."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, keys: Tensor, values: Tensor, gram: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, keys: Tensor, values: Tensor, gram: Tensor, scale: float
+    ) -> Tensor:
         slope = x @ gram
         squares = torch.linalg.vecdot(slope, x).unsqueeze(1)
-        factor = (2 * keys.shape[0] / squares).sqrt()
         scores = x @ keys.T
-        out = F.gelu(factor * scores) @ values
+        weights = torch.empty_like(scores)
+        ctx.rule = RULES["l2_gelu"](scale, "none", 0.0)
+        for few in cached_rows(scores):
+            ctx.rule.weigh(scores[few], weights[few], squares[few].sqrt())
+        out = weights @ values
         dist.all_reduce(out)
+        factor = (scale / squares).sqrt()
         ctx.save_for_backward(x, keys, values, slope, squares, factor, scores)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, keys, values, slope, squares, factor, scores = ctx.saved_tensors
-        inner = factor * scores
-        dinner = torch.ops.aten.gelu_backward(grad @ values.T, inner)
+        weights, dinner = torch.empty_like(scores), grad @ values.T
+        for few in cached_rows(scores):
+            work = torch.empty_like(scores[few])
+            ctx.rule.begin_backward(scores[few], dinner[few], weights[few], work, (factor[few],))
         dy = dinner @ keys
         summing = dist.all_reduce(dy, async_op=True)
-        dvalues = F.gelu(inner).T @ grad
+        dvalues = weights.T @ grad
         dkeys = dinner.T @ (factor * x)
         summing.wait()
         bend = -torch.linalg.vecdot(x, dy).unsqueeze(1) * factor / squares  # 2 c
-        dkeys += keys @ (x.T @ (bend * x))
-        return factor * dy + bend * slope, dkeys, dvalues, None
+        dkeys.addmm_(keys, x.T @ (bend * x))
+        return factor * dy + bend * slope, dkeys, dvalues, None, None
 
 
 def measure(rank: int, port: int, shapes: list[str], rounds: int, path: Path | None) -> None:
@@ -76,8 +84,7 @@ def measure(rank: int, port: int, shapes: list[str], rounds: int, path: Path | N
 def compare(rank: int, rows: int, d: int, n: int, rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
     x, grad = torch.randn(rows, d, requires_grad=True), torch.randn(rows, d)
-    all_tokens = [torch.randn(n, d, requires_grad=True) for _ in range(2)]
-    mine = [tokens.detach().chunk(2)[rank].clone().requires_grad_() for tokens in all_tokens]
+    mine = [torch.randn(n, d).chunk(2)[rank].clone().requires_grad_() for _ in range(2)]
     kept = gram_of(mine[0])
 
     def by_rows() -> tuple[Tensor, ...]:
@@ -85,16 +92,13 @@ def compare(rank: int, rows: int, d: int, n: int, rounds: int) -> dict[str, Any]
         return torch.autograd.grad(out, [x, *mine], grad)
 
     def by_gram(gram: Tensor | None = None) -> tuple[Tensor, ...]:
-        out = Gram.apply(x, *mine, gram_of(mine[0]) if gram is None else gram)
+        out = Gram.apply(x, *mine, gram_of(mine[0]) if gram is None else gram, float(n))
         return torch.autograd.grad(out, [x, *mine], grad)
 
-    def whole() -> None:
-        if rank == 0:
-            torch.set_num_threads(2)
-            out = pattention(x, *all_tokens, backend="direct")
-            torch.autograd.grad(out, [x, *all_tokens], grad)
-            torch.set_num_threads(1)
-        dist.barrier()
+    def nothing() -> None:
+        out = pattention(x, *mine, scale_tokens=float(n), backend="direct")
+        torch.autograd.grad(out, [x, *mine], grad)
+        dist.barrier()  # as the others, it takes as long as the slower of both
 
     for ours, theirs in zip(by_rows(), by_gram(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
@@ -102,13 +106,11 @@ def compare(rank: int, rows: int, d: int, n: int, rounds: int) -> dict[str, Any]
         "rows": by_rows,
         "gram": by_gram,
         "gram kept": lambda: by_gram(kept),
-        "whole": whole,
+        "nothing": nothing,
     }
     taken = interleaved(functions, rounds)
-    found: dict[str, Any] = {
-        "milliseconds of rows": round(sorted(taken["rows"])[rounds // 2] * 1e3)
-    }
-    for name in ("gram", "gram kept", "whole"):
+    found: dict[str, Any] = {"rows, ms": round(1e3 * sorted(taken["rows"])[rounds // 2], 1)}
+    for name in ("gram", "gram kept", "nothing"):
         found[f"{name} / rows"] = [round(value, 2) for value in ratio(taken[name], taken["rows"])]
     found["bytes, rows"], found["bytes, gram"] = 2 * 4 * rows, 4 * d * d
     return found
