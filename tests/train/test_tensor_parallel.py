@@ -108,12 +108,15 @@ def test_tokens_and_batch_are_spread_over_a_grid_of_four(corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_bf16_stays_near_one_process(corpus, tmp_path):
-    train(make_recipe(corpus, precision="bf16"), tmp_path / "one")
-    recipe = make_recipe(corpus, precision="bf16", tensor_parallel=2)
+@pytest.mark.parametrize(
+    ("options", "tolerance"), [({"precision": "bf16"}, 0.02), ({"compile": True}, 1e-5)]
+)
+def test_other_options_stay_near_one_process(corpus, tmp_path, options, tolerance):
+    train(make_recipe(corpus, nested=None), tmp_path / "one")
+    recipe = make_recipe(corpus, nested=None, tensor_parallel=2, **options)
     run_processes(2, train, tmp_path, recipe, tmp_path / "two")
     found, expected = losses(tmp_path / "two"), losses(tmp_path / "one")
-    assert [row[1] for row in found] == pytest.approx([row[1] for row in expected], abs=0.02)
+    assert [row[1] for row in found] == pytest.approx([row[1] for row in expected], abs=tolerance)
 
 
 def test_processes_that_do_not_divide_are_named():
