@@ -1,5 +1,6 @@
 """Functions in several real processes that talk over gloo."""
 
+import multiprocessing
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+# They are forked from one process that has imported what takes long, and done nothing else.
+START = "forkserver"
+multiprocessing.get_context(START).set_forkserver_preload(["tokenformer.train.run"])
+
 
 def run_processes(count: int, function: Callable[..., None], folder: Path, *args: Any) -> None:
     """`function(*args)` on every process of a group, as torchrun would describe it to them. What is
     raised on one is raised here."""
     meeting = str(folder / f"meeting-{function.__name__}")
-    torch.multiprocessing.spawn(_join, (count, meeting, function, args), nprocs=count)
+    torch.multiprocessing.start_processes(
+        _join, (count, meeting, function, args), nprocs=count, start_method=START
+    )
 
 
 def _join(

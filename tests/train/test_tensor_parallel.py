@@ -107,9 +107,12 @@ def test_tokens_and_batch_are_spread_over_a_grid_of_four(corpus, tmp_path):
         assert_same_model(tmp_path / name, tmp_path / "one")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "tolerance"), [({"precision": "bf16"}, 0.02), ({"compile": True}, 1e-5)]
+    ("options", "tolerance"),
+    [
+        ({"precision": "bf16"}, 0.02),
+        pytest.param({"compile": True}, 1e-5, marks=pytest.mark.slow),
+    ],
 )
 def test_other_options_stay_near_one_process(corpus, tmp_path, options, tolerance):
     train(make_recipe(corpus, nested=None), tmp_path / "one")
@@ -139,13 +142,30 @@ def test_the_command_refuses_in_a_line(recipe, tmp_path, capsys):
     assert "must divide the number of processes, which is 1" in capsys.readouterr().err
 
 
-def train_a_transformer(corpus: Path, folder: Path) -> None:
+def refuse_models(corpus: Path, folder: Path) -> None:
     recipe = make_recipe(corpus, tensor_parallel=2)
+    recipe.model.options["qkv_tokens"] = 1
+    with pytest.raises(ValueError, match="leaves a process without any of the 1 tokens"):
+        train(recipe, folder)
     recipe.model = ModelOptions(family="transformer", options=MODEL)
     with pytest.raises(ValueError, match="TransformerForCausalLM has none"):
         train(recipe, folder)
 
 
-@pytest.mark.slow
-def test_a_model_without_tokens_is_refused(corpus, tmp_path):
-    run_processes(2, train_a_transformer, tmp_path, corpus, tmp_path / "run")
+def test_models_that_cannot_be_spread_are_refused(corpus, tmp_path):
+    run_processes(4, refuse_models, tmp_path, corpus, tmp_path / "run")
+
+
+def draw_together() -> None:
+    """Whatever the generators of two processes were, those that share tokens draw alike."""
+    mesh = make_mesh(2, "cpu")
+    assert mesh.tensor is not None
+    assert (mesh.data.count, mesh.tensor.count) == (1, 2)
+    torch.manual_seed(mesh.tensor.index)
+    mesh.share_generators()
+    first, second = mesh.tensor.gather(torch.rand(3).tolist())
+    assert first == second
+
+
+def test_processes_that_share_tokens_draw_the_same_random_numbers(tmp_path):
+    run_processes(2, draw_together, tmp_path)
