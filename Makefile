@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := tokenformer tests benchmarks experiments
 
-.PHONY: demo test test-slow check format clean
+.PHONY: demo test test-slow bench check format clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.core           ## train a small TokenFormer on Python's own sources, grow it, train on; draws the curves
@@ -12,8 +12,11 @@ demo: .venv/.core           ## train a small TokenFormer on Python's own sources
 test: .venv/.dev            ## everything but the tests marked slow, in parallel
 	$(BIN)/pytest -m "not slow" -n auto --dist worksteal
 
-test-slow: .venv/.dev       ## the tests marked slow: compilation, the whole demo
+test-slow: .venv/.slow      ## the tests marked slow: compilation, kernels for GPUs, the whole demo
 	$(BIN)/pytest -m slow
+
+bench: .venv/.dev           ## speed and memory against peers, in minutes; tables, a results file and its picture
+	$(BIN)/python -m benchmarks
 
 check: .venv/.dev           ## lint, formatting, types
 	$(BIN)/ruff check $(SOURCES)
@@ -38,3 +41,8 @@ clean:
 .venv/.dev: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	touch .venv/.core $@
+
+# Triton takes 700 MB, so only the tests that need it install it.
+.venv/.slow: .venv/.dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,gpu]"
+	touch $@

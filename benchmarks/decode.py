@@ -1,65 +1,119 @@
 """Decoding a token at a time through `generate`: beside GPT-NeoX, and against reading the weights.
 
-    python benchmarks/decode.py                      # 27M parameters, after 128 tokens
-    python benchmarks/decode.py --layers 12 --vocab 50304 --context 1024
+    python -m benchmarks.decode                      # 27M and 124M parameters
+    python -m benchmarks.decode --sizes 124m --contexts 1024
 
-A token cannot be had faster than all weights are read once; that limit is the sum of as many
-numbers, measured in the same rounds.
+A token cannot be had faster than all weights and the cache are read once; that limit is the sum of
+as many numbers, measured in the same rounds, for bf16 and int8 of as many bytes. Swept are the
+context, the rows of a batch and the feed-forward tokens, each with the others at their first value.
 """
 
-import argparse
-from pathlib import Path
+import statistics
+from argparse import Namespace
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from measuring import interleaved, keep, machine, ratio
-from training import neox, ours
+
+from benchmarks.measuring import compared, interleaved, number, parser, progress, run, with_spread
+from benchmarks.results import Row
+from benchmarks.training import neox, ours
+from tokenformer.models.quantization import round_tokens
+
+SIZES = {"27m": (3, 8192), "124m": (12, 50304)}
+"""Layers and vocabulary, at width 768."""
+BYTES = {"bf16": 2, "int8": 1}
+
+COLUMNS = {
+    "of the speed of reading": with_spread("share"),
+    "times released": with_spread("times_released"),
+    "times GPT-NeoX": with_spread("times_GPT-NeoX"),
+    "ms a token": number("seconds", ".1f", unit=1e-3),
+    "reading, GB/s": number("limit_gbytes", ".0f"),
+}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--vocab", type=int, default=8192)
-    parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def measure_case(options: Namespace) -> list[Row]:
+    """One shape: `options` with a context, a batch and a number of feed-forward tokens."""
     options.length = options.context + options.tokens
-    models = {"auto": ours("auto", options), "reference": ours("reference", options)}
+    models = {name: ours(name, options) for name in ("auto", "released")}
     size = models["auto"].num_parameters()
+    models["bf16"] = ours("auto", options).bfloat16()
+    models["int8"] = ours("auto", options)
+    round_tokens(models["int8"])
     models["GPT-NeoX"] = neox(size, options)
-    ids = torch.randint(options.vocab, (1, options.context))
-    weights = torch.randn(size)
+    ids = torch.randint(options.vocab, (options.batch, options.context))
+    cache = 2 * options.layers * options.width * options.batch * options.context
+    weights = torch.randn(size + cache)
 
     def speak(model: Any, tokens: int) -> Any:
         model = model.eval()
         bounds = {"max_new_tokens": tokens, "min_new_tokens": tokens}
-        return lambda: model.generate(ids, **bounds, do_sample=False, pad_token_id=0)
+        given = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+        return lambda: model.generate(ids, **given, **bounds, do_sample=False)
 
     functions = {name: speak(model, options.tokens) for name, model in models.items()}
     # What reading the prompt takes is not decoding; it is measured apart and taken off.
     first = {f"{name}, first": speak(model, 1) for name, model in models.items()}
-    reading = {"reading": lambda: [weights.sum() for _ in range(options.tokens - 1)]}
+    steps = options.tokens - 1
+    reading = {"reading": lambda: [weights.sum() for _ in range(steps)]}
     taken = interleaved({**reading, **functions, **first}, options.rounds)
     decoded = {
         name: [a - b for a, b in zip(taken[name], taken[f"{name}, first"], strict=True)]
         for name in models
     }
-    about = machine()
-    print(f"{about['cpu']}, {about['threads']} threads, torch {about['torch']}, fp32")
-    print(f"{size:,} parameters, batch 1, {options.tokens} tokens after {options.context}")
-    results: dict[str, Any] = {"parameters": size, "context": options.context}
-    for name, seconds in decoded.items():
-        share, spread = ratio(taken["reading"], seconds)
-        against, _ = ratio(decoded["GPT-NeoX"], seconds)
-        results[name] = {"share_of_reading": share, "times_neox": against}
-        print(
-            f"  {name:<10} {share:5.2f} ± {spread:.2f} of the speed of reading, "
-            f"{against:5.2f} times as fast as GPT-NeoX"
-        )
-    keep(options.json, results)
+    decoded["reading"] = taken["reading"]
+    found = compared(decoded, "reading", against=("released", "GPT-NeoX"))
+    for name, size_of in BYTES.items():
+        bytes_read = size_of * size + (2 if name == "bf16" else 4) * cache
+        for key in ("share", "share_spread"):
+            found[name][key] *= bytes_read / (4 * weights.numel())
+    speed = 4e-9 * weights.numel() * steps / statistics.median(taken["reading"])
+    case = {
+        "case": f"{size / 1e6:.0f}M after {options.context}, "
+        f"batch {options.batch}, n {options.ffn_tokens}",
+        "context": options.context,
+        "batch": options.batch,
+        "n": options.ffn_tokens,
+        "parameters": size,
+        "limit_gbytes": speed,
+    }
+    return [{**case, **row, "seconds": row["seconds"] / steps} for row in found.values()]
+
+
+def measure(options: Namespace) -> Iterator[Row]:
+    options.rounds = options.rounds or (11 if options.full else 5)
+    (context, *contexts), (batch, *batches) = options.contexts, options.batches
+    n, *more = options.ffn_tokens or [3 * options.width, 12 * options.width]
+    cases = [(context, batch, n)]
+    cases += [(other, batch, n) for other in contexts]
+    first, *larger = options.sizes
+    shapes = [(first, *case) for case in cases]
+    shapes += [(first, context, other, n) for other in batches]
+    shapes += [(first, context, batch, other) for other in more]
+    # Of the larger models the prompts take long: all contexts only when asked for.
+    shapes += [(size, *case) for size in larger for case in (cases if options.full else cases[:1])]
+    for size, context, batch, n in shapes:
+        progress(f"decode, {size} after {context} tokens, batch {batch}, {n} feed-forward tokens")
+        case = Namespace(**vars(options))
+        case.context, case.batch, case.ffn_tokens = context, batch, n
+        layers, vocab = SIZES[size]
+        case.layers, case.vocab = options.layers or layers, options.vocab or vocab
+        yield from measure_case(case)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    made = parser(__doc__)
+    made.add_argument("--width", type=int, default=768)
+    made.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    made.add_argument("--layers", type=int, help="by default those of the size")
+    made.add_argument("--vocab", type=int, help="by default that of the size")
+    made.add_argument("--contexts", type=int, nargs="+", default=[128, 1024])
+    made.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    made.add_argument("--ffn_tokens", type=int, nargs="+")
+    made.add_argument("--tokens", type=int, default=32, help="decoded")
+    options = made.parse_args(arguments)
+    run("decode", measure, COLUMNS, options, axes=("parameters", "context", "batch", "n"))
 
 
 if __name__ == "__main__":

@@ -1,26 +1,30 @@
 """Memory and time of the chunked loss against the plain one, at a 50k vocabulary.
 
-    .venv/bin/python benchmarks/loss.py
+    python -m benchmarks.loss
 
 Peak memory is what the process gains, beyond inputs and their gradients, while loss and gradients
-are computed; each measurement runs in a process of its own, because a peak cannot be taken back.
+are computed; each runs in a process of its own. Times are interleaved; the limit is the three
+products that loss and gradients cannot do without.
 """
 
-import argparse
-import multiprocessing
-import resource
-import statistics
-import time
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.measuring import compared, interleaved, number, parser, progress, run, with_spread
+from benchmarks.resident import PeakMemory, alone
+from benchmarks.results import Row
 from tokenformer.train.loss import chunked_cross_entropy
 
-TOKENS, WIDTH, VOCABULARY = 4096, 768, 50304
+COLUMNS = {
+    "of the products' speed": with_spread("share"),
+    "times plain": with_spread("times_plain"),
+    "peak, MB": number("peak_bytes", ",.0f", unit=1e6),
+    "of plain's": number("peak", ".3f"),
+}
 
 
 def plain(hidden: Tensor, embedding: Tensor, labels: Tensor) -> Tensor:
@@ -33,46 +37,57 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-def peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def measure(name: str, rounds: int, connection: Connection) -> None:
+def make_inputs(options: Namespace) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
-    hidden = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    hidden = torch.randn(options.tokens, options.width, requires_grad=True)
     # At the scale of a real embedding: larger logits have softmaxes full of denormal numbers.
-    embedding = torch.empty(VOCABULARY, WIDTH).normal_(std=0.02).requires_grad_()
-    labels = torch.randint(VOCABULARY, (TOKENS,))
-    hidden.grad, embedding.grad = torch.ones_like(hidden), torch.ones_like(embedding)
-    # The weight's own gradient, once more: autograd makes it before adding it to `.grad`.
-    spare = torch.ones_like(embedding)
-    before = peak_bytes()
-    del spare
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        LOSSES[name](hidden, embedding, labels).backward()
-        times.append(time.perf_counter() - start)
-    connection.send((peak_bytes() - before, statistics.median(times)))
+    embedding = torch.empty(options.vocab, options.width).normal_(std=0.02).requires_grad_()
+    return hidden, embedding, torch.randint(options.vocab, (options.tokens,))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
-    context = multiprocessing.get_context("spawn")
-    results = {}
-    for name in LOSSES:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=measure, args=(name, rounds, theirs))
-        process.start()
-        results[name] = ours.recv()
-        process.join()
-    print(f"{TOKENS} tokens, width {WIDTH}, vocabulary {VOCABULARY}, torch {torch.__version__}")
-    for name, (memory, seconds) in results.items():
-        print(f"{name:>8}: peak {memory / 2**20:7.0f} MiB, {seconds:5.2f} s")
-    memory, seconds = (results["plain"][i] / results["chunked"][i] for i in (0, 1))
-    print(f"plain / chunked: memory {memory:.1f}, time {seconds:.2f}")
+def peak_bytes(name: str, options: Namespace) -> int:
+    """In the process that is measured."""
+    torch.set_num_threads(options.threads)
+    hidden, embedding, labels = make_inputs(options)
+    with PeakMemory() as peak:
+        grads = torch.autograd.grad(LOSSES[name](hidden, embedding, labels), (hidden, embedding))
+    return peak.bytes - sum(grad.nbytes for grad in grads)
+
+
+def measure(options: Namespace) -> Iterator[Row]:
+    options.threads = torch.get_num_threads()
+    progress(f"loss of {options.tokens} tokens")
+    hidden, embedding, labels = make_inputs(options)
+    logits = torch.empty(options.tokens, options.vocab)
+    rows, matrix = hidden.detach(), embedding.detach()
+
+    @torch.no_grad()
+    def products() -> None:
+        torch.mm(rows, matrix.T, out=logits)
+        logits @ matrix
+        logits.T @ rows
+
+    def step(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(loss(hidden, embedding, labels), (hidden, embedding))
+
+    steps = {name: step(loss) for name, loss in LOSSES.items()}
+    taken = interleaved({"products": products, **steps}, options.rounds or 5)
+    found = compared(taken, "products", against=("plain",))
+    peaks = {name: alone(peak_bytes, name, options) for name in LOSSES}
+    case = f"{options.tokens} x {options.width} x {options.vocab}"
+    for name, row in found.items():
+        memory = {"peak_bytes": peaks[name], "peak": peaks[name] / max(1, peaks["plain"])}
+        yield {"case": case, **row, **memory}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    made = parser(__doc__)
+    made.add_argument("--tokens", type=int, help="by default 1024, with --full 4096")
+    made.add_argument("--width", type=int, default=768)
+    made.add_argument("--vocab", type=int, default=50304)
+    options = made.parse_args(arguments)
+    options.tokens = options.tokens or (4096 if options.full else 1024)
+    run("loss", measure, COLUMNS, options)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What `tokenformer prepare` costs over the disk and over the tokenizer that it cannot do without.
 
-    .venv/bin/python benchmarks/prepare.py
+    python -m benchmarks.prepare
 
 Bytes: enwik8 unpacked to shards of uint16, against copying it and against copying the shards, which
 are twice as long; all of it brought to the disk. Tokenizer: GPT-NeoX-20B on the pages of enwik8 as
@@ -9,25 +9,32 @@ jsonl, processes started and shards written included, against the `tokenizers` l
 ratios. Needs text/enwik8.gz and tokenizer/20B_tokenizer.json under TOKENFORMER_DATA.
 """
 
-import argparse
 import gzip
 import json
 import os
 import shutil
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 from tokenizers import Tokenizer
 
+from benchmarks.measuring import interleaved, number, parser, progress, ratio, run, with_spread
+from benchmarks.results import Row
 from tokenformer.data.preparation import Request, prepare
 
 ROOT = Path(__file__).parent.parent
 DATA = Path(os.environ.get("TOKENFORMER_DATA", ROOT.parent / "shared" / "data"))
 BATCH = 256  # texts; a corpus in one batch would fill the memory with offsets
+COLUMNS = {
+    "time of the limit's": with_spread("times_limit"),
+    "seconds": number("seconds"),
+    "MB/s": number("mb_per_second", ".1f"),
+    "peak, MB": number("peak_bytes", ",.0f", unit=1e6),
+}
 
 
 def copy(source: Path, target: Path) -> None:
@@ -38,25 +45,17 @@ def copy(source: Path, target: Path) -> None:
         os.fsync(write.fileno())
 
 
-def measure(functions: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    taken: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds + 1):
-        for name, function in functions.items():
-            os.sync()  # what others left to write is not this one's cost
-            start = time.perf_counter()
-            function()
-            taken[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times[1:]) for name, times in taken.items()}  # the first warms
+def compared_with(limit: str, case: str, taken: dict[str, list[float]], size: int) -> Iterator[Row]:
+    """The seconds of each, also of the limit, against the limit's."""
+    for name, seconds in taken.items():
+        times, spread = ratio(seconds, taken[limit])
+        median = statistics.median(seconds)
+        row = {"case": case, "name": name, "limit": limit, "seconds": median}
+        row |= {"times_limit": times, "times_limit_spread": spread}
+        yield row | {"mb_per_second": size / median / 1e6}
 
 
-def show(title: str, medians: dict[str, float], size: int, limit: str) -> None:
-    print(f"\n{title}")
-    for name, median in medians.items():
-        speed, ratio = size / median / 1e6, median / medians[limit]
-        print(f"  {name:<28}{median:>8.2f} s{speed:>9.1f} MB/s{ratio:>8.2f} x {limit}")
-
-
-def bytes_against_the_disk(work: Path, rounds: int) -> None:
+def bytes_against_the_disk(work: Path, rounds: int) -> Iterator[Row]:
     raw, out = work / "enwik8", work / "bytes"
     raw.write_bytes(gzip.decompress((DATA / "text/enwik8.gz").read_bytes()))
     request = Request(corpus=str(raw))
@@ -75,10 +74,13 @@ def bytes_against_the_disk(work: Path, rounds: int) -> None:
         "copy of the shards": copy_shards,
         "prepare, bytes": run,
     }
-    show("enwik8, byte level", measure(functions, rounds), 100_000_000, "copy of the shards")
+    taken = interleaved(functions, rounds, before=os.sync)  # others' writes are not its cost
+    yield from compared_with("copy of the shards", "enwik8, byte level", taken, 100_000_000)
 
 
-def tokenizer_against_the_library(work: Path, rounds: int, megabytes: int, workers: int) -> None:
+def tokenizer_against_the_library(
+    work: Path, rounds: int, megabytes: int, workers: int
+) -> Iterator[Row]:
     with gzip.open(DATA / "text/enwik8.gz") as file:
         text = file.read(megabytes * 1_000_000).decode(errors="replace")
     pages = [f"<page>{page}" for page in text.split("<page>")]
@@ -110,23 +112,30 @@ def tokenizer_against_the_library(work: Path, rounds: int, megabytes: int, worke
         "encode_batch_fast": library(tokenizer.encode_batch_fast),
         "prepare, 20B tokenizer": run,
     }
-    title = f"{len(pages):,} pages, {size / 1e6:.0f} MB, {workers} threads or processes"
-    show(title, measure(functions, rounds), size, "encode_batch")
-    print(f"  memory of prepare and its workers, at most: {max(peaks) / 1e6:,.0f} MB")
+    taken = interleaved(functions, rounds, before=os.sync)
+    case = f"{len(pages):,} pages, {size / 1e6:.0f} MB"
+    for row in compared_with("encode_batch", case, taken, size):
+        watched = {"peak_bytes": max(peaks)} if row["name"].startswith("prepare") else {}
+        yield row | {"workers": workers} | watched
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--megabytes", type=int, default=32, help="of text for the tokenizer")
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    options = parser.parse_args()
+def measure(options: Namespace) -> Iterator[Row]:
     os.environ["RAYON_NUM_THREADS"] = str(options.workers)
+    rounds = options.rounds or 5
     with tempfile.TemporaryDirectory() as folder:
-        bytes_against_the_disk(Path(folder), options.rounds)
-        tokenizer_against_the_library(
-            Path(folder), options.rounds, options.megabytes, options.workers
+        progress("prepare by bytes")
+        yield from bytes_against_the_disk(Path(folder), rounds)
+        progress("prepare with a tokenizer")
+        yield from tokenizer_against_the_library(
+            Path(folder), rounds, options.megabytes, options.workers
         )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    made = parser(__doc__)
+    made.add_argument("--megabytes", type=int, default=32, help="of text for the tokenizer")
+    made.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    run("prepare", measure, COLUMNS, made.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """What pruning, joining and cutting cost in bits per byte: a byte model of two layers, in minutes.
 
-    .venv/bin/python benchmarks/prune_and_merge.py prune
-    .venv/bin/python benchmarks/prune_and_merge.py merge --enwik8 enwik8.gz
-    .venv/bin/python benchmarks/prune_and_merge.py prefix
+    python -m benchmarks.prune_and_merge prune
+    python -m benchmarks.prune_and_merge merge --enwik8 enwik8.gz
+    python -m benchmarks.prune_and_merge prefix
 
 `prune` trains a model of 0.6M parameters on Python's standard library and drops more and more of
 its tokens, with and without correction of the scale and refit of the values, chosen by contribution

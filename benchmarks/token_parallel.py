@@ -1,32 +1,39 @@
 """Two ways to know the norms of l2_gelu where the tokens are spread over two processes.
 
-    python benchmarks/token_parallel.py
-    python benchmarks/token_parallel.py --shapes 4096x768x2304 --json out.json
+    python -m benchmarks.token_parallel
+    python -m benchmarks.token_parallel --shapes 4096x768x2304
 
 One layer, forward and backward, on two processes with a thread each, over gloo. `rows` is what the
 package does: they exchange the norms, one number a row, and in the backward pass one number more.
 `gram` sums G = K^T K, [d, d], over both, once a step, and has the norms from x^T G x; in the
 backward pass the number more then follows from the sum of the gradients of the rows, which is
 exchanged anyway. `gram kept` finds G ready, as all micro-batches of a step but the first would.
-`nothing` is one half of the tokens by `direct` on each, with nothing exchanged.
+The limit is half of the tokens by `direct` on each, with nothing exchanged.
 """
 
-import argparse
 import os
 import socket
-from pathlib import Path
+from argparse import Namespace
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from measuring import interleaved, keep, machine, ratio
 from torch import Tensor, multiprocessing
 
+from benchmarks.measuring import compared, interleaved, number, parser, progress, run, with_spread
+from benchmarks.results import Row
 from tokenformer.ops import pattention
 from tokenformer.ops.rules import RULES, cached_rows
 from tokenformer.ops.sharded import sharded_pattention
 
 SHAPES = ["1024x768x576", "1024x768x2304", "4096x768x2304", "4096x768x6144", "4096x128x512"]
+COLUMNS = {
+    "ms": number("seconds", ",.0f", unit=1e-3),
+    "of the limit's speed": with_spread("share"),
+    "times as fast as rows": with_spread("times_rows"),
+    "kB exchanged for norms": number("bytes", ",.0f", unit=1e3),
+}
 
 
 class Gram(torch.autograd.Function):
@@ -66,22 +73,23 @@ class Gram(torch.autograd.Function):
         return factor * dy + bend * slope, dkeys, dvalues, None, None
 
 
-def measure(rank: int, port: int, shapes: list[str], rounds: int, path: Path | None) -> None:
+def measure(options: Namespace) -> Iterator[Row]:
+    for shape in options.shapes:
+        progress(f"rows x channels x tokens {shape}")
+        rows, d, n = map(int, shape.split("x"))
+        queue = multiprocessing.get_context("spawn").SimpleQueue()
+        arguments = (free_port(), rows, d, n, options.rounds or 9, queue)
+        multiprocessing.spawn(take_turns, arguments, nprocs=2)
+        sizes = {"rows": 2 * 4 * rows, "gram": 4 * d * d, "gram kept": 0}
+        for name, row in compared(queue.get(), "nothing", against=("rows",)).items():
+            yield {"case": shape, **row, "bytes": sizes[name]}
+
+
+def take_turns(rank: int, port: int, rows: int, d: int, n: int, rounds: int, queue: Any) -> None:
+    """In each of the processes; the first tells its times."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    results = []
-    for shape in shapes:
-        found = compare(rank, *map(int, shape.split("x")), rounds)
-        if rank == 0:
-            print(shape, *(f"{name} {value}" for name, value in found.items()), sep="  ")
-            results.append({"shape": shape, **found})
-    if rank == 0:
-        keep(path, results)
-    dist.destroy_process_group()
-
-
-def compare(rank: int, rows: int, d: int, n: int, rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
     x, grad = torch.randn(rows, d, requires_grad=True), torch.randn(rows, d)
     mine = [torch.randn(n, d).chunk(2)[rank].clone().requires_grad_() for _ in range(2)]
@@ -109,11 +117,9 @@ def compare(rank: int, rows: int, d: int, n: int, rounds: int) -> dict[str, Any]
         "nothing": nothing,
     }
     taken = interleaved(functions, rounds)
-    found: dict[str, Any] = {"rows, ms": round(1e3 * sorted(taken["rows"])[rounds // 2], 1)}
-    for name in ("gram", "gram kept", "nothing"):
-        found[f"{name} / rows"] = [round(value, 2) for value in ratio(taken[name], taken["rows"])]
-    found["bytes, rows"], found["bytes, gram"] = 2 * 4 * rows, 4 * d * d
-    return found
+    if rank == 0:
+        queue.put(taken)
+    dist.destroy_process_group()
 
 
 def gram_of(keys: Tensor) -> Tensor:
@@ -129,14 +135,9 @@ def free_port() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="rows x channels x tokens")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    print(machine())
-    arguments = (free_port(), options.shapes, options.rounds, options.json)
-    multiprocessing.spawn(measure, arguments, nprocs=2)
+    made = parser(__doc__)
+    made.add_argument("--shapes", nargs="+", default=SHAPES, help="rows x channels x tokens")
+    run("token_parallel", measure, COLUMNS, made.parse_args())
 
 
 if __name__ == "__main__":

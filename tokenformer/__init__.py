@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         TransformerForCausalLM,
         TransformerModel,
     )
+    from tokenformer.models.quantization import TokenQuantization
     from tokenformer.models.vision import (
         TokenformerForImageClassification,
         TransformerForImageClassification,
@@ -62,6 +63,7 @@ _HOMES = {
     "TransformerVisionConfig": "tokenformer.models.vision_configuration",
     "TransformerForImageClassification": "tokenformer.models.vision",
     "TokenformerImageProcessor": "tokenformer.models.image_processing",
+    "TokenQuantization": "tokenformer.models.quantization",
     "from_transformer": "tokenformer.convert.pretrained.transformer",
     "grow": "tokenformer.growth.grow",
     "grow_optimizer": "tokenformer.growth.optimizer_state",
@@ -73,6 +75,7 @@ _HOMES = {
 
 __all__ = [
     "Pattention",
+    "TokenQuantization",
     "TokenformerConfig",
     "TokenformerDecoderLayer",
     "TokenformerEncoderLayer",

@@ -146,3 +146,13 @@ def test_prompts_from_a_file_and_the_same_seed_twice(folder, tmp_path, capsys):
     assert [sample["prompt"] for sample in first] == ["one, two", "three"]
     assert json.loads(answer(capsys, *arguments)) == first
     assert json.loads(answer(capsys, *arguments, "--seed", 1)) != first
+
+
+def test_perplexity_in_eight_bits(folder, text_file, capsys):
+    whole, rounded = (perplexity(capsys, folder, text_file, *bits) for bits in ([], ["--bits", 8]))
+    assert whole["tokens"] == rounded["tokens"]
+    assert 0 < abs(whole["bits_per_byte"] - rounded["bits_per_byte"]) < 0.01
+    with pytest.raises(SystemExit) as end:
+        main(["evaluate", str(folder), "--images", "digits", "--bits", "8"])
+    assert end.value.code == 2
+    assert "not with --images" in capsys.readouterr().err

@@ -87,3 +87,16 @@ def test_bad_input_is_one_line(arguments, named, parrot, capsys):
     assert captured.err.count("\n") == 1
     assert named in captured.err
     assert captured.out == ""
+
+
+def test_in_eight_bits_it_says_the_same(parrot, neox, monkeypatch, capsys):
+    arguments = ["--prompt", "Say 日", "--greedy", "--bits", 8, "--max_new_tokens", 60]
+    assert "".join(generate(monkeypatch, parrot, *arguments)).startswith(SENTENCE)
+    for model, bits, reason in (
+        (parrot, 4, "--bits 4: tokens are rounded to 8 bits or not at all"),
+        (neox, 8, "GPTNeoXForCausalLM has no tokens to keep in int8"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            generate(monkeypatch, model, "--prompt", "So", "--bits", bits)
+        assert end.value.code == 2
+        assert reason in capsys.readouterr().err

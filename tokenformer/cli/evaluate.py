@@ -48,6 +48,7 @@ def evaluate(
     confusion: Path | None = None,
     batch_size: int | None = None,
     limit: int | None = None,
+    bits: int | None = None,
     json: bool = False,
 ) -> None:
     """Measure a model: benchmarks beside the paper's figures, perplexity, accuracy on images.
@@ -69,6 +70,7 @@ def evaluate(
         batch_size: Windows, requests or images at a time; by default what fits.
         limit: Measure on so many items of each task, tokens of the text, or images, at the
             beginning.
+        bits: 8 rounds a TokenFormer's numbers to int8 as it is loaded; not with --images.
         json: Print one JSON document.
     """
     check(
@@ -83,6 +85,8 @@ def evaluate(
         batch_size=batch_size,
         limit=limit,
     )
+    if bits is not None and images is not None:
+        raise InputError("--bits is for language models, not with --images")
     names = None if tasks is None else task_names(tasks)
 
     from rich.console import Console
@@ -98,7 +102,7 @@ def evaluate(
         if images is not None:
             found["images"] = measure_images(model, images, confusion, batch_size, limit, console)
         else:
-            loaded, tokenizer = load_model(model)
+            loaded, tokenizer = load_model(model, bits)
         if perplexity is not None:
             found["perplexity"] = measure_text(
                 loaded, tokenizer, perplexity, split, length, stride, batch_size, limit, console

@@ -7,11 +7,16 @@ from typing import Any
 from tokenformer.cli.errors import InputError
 
 
-def load_model(name: str) -> tuple[Any, Any]:
-    """Any Hugging Face causal language model, and its tokenizer."""
+def load_model(name: str, bits: int | None = None) -> tuple[Any, Any]:
+    """Any Hugging Face causal language model, and its tokenizer; of 8 bits a TokenFormer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    return load_pair(name, AutoModelForCausalLM, AutoTokenizer, "tokenizer")
+    from tokenformer import TokenQuantization
+
+    if bits not in (None, 8):
+        raise InputError(f"--bits {bits}: tokens are rounded to 8 bits or not at all")
+    options = {} if bits is None else {"quantization_config": TokenQuantization(bits)}
+    return load_pair(name, AutoModelForCausalLM, AutoTokenizer, "tokenizer", **options)
 
 
 def load_classifier(name: str) -> tuple[Any, Any]:
@@ -24,7 +29,9 @@ def load_classifier(name: str) -> tuple[Any, Any]:
     return load_pair(name, AutoModelForImageClassification, AutoImageProcessor, "image processor")
 
 
-def load_pair(name: str, model_class: Any, reader_class: Any, reader_name: str) -> tuple[Any, Any]:
+def load_pair(
+    name: str, model_class: Any, reader_class: Any, reader_name: str, **options: Any
+) -> tuple[Any, Any]:
     """A model in eval mode on the best device, and what reads for it."""
     from safetensors import SafetensorError
     from transformers.utils import logging
@@ -38,7 +45,7 @@ def load_pair(name: str, model_class: Any, reader_class: Any, reader_name: str) 
     logging.disable_progress_bar()
     what = name
     try:
-        model = load_whole(model_class, name).to(device()).eval()
+        model = load_whole(model_class, name, **options).to(device()).eval()
         what = f"the {reader_name} of {name}"
         reader = reader_class.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:

@@ -106,6 +106,8 @@ def refuse_inexpressible(config: TokenformerConfig) -> None:
         for name, value in EXPRESSIBLE.items()
         if getattr(config, name) != value
     ]
+    if getattr(config, "quantization_config", None) is not None:
+        wrong.append("its numbers are rounded to int8")
     if config.theta not in THETAS.values():
         wrong.append(f"theta is {config.theta!r}, not one of {', '.join(THETAS.values())}")
     if config.num_key_value_heads != config.num_attention_heads:

@@ -28,10 +28,16 @@ def sizes_of(config: TokenConfig) -> Sizes:
     }
 
 
+def check_numbers(config: Any) -> None:
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError("the model's numbers are rounded to int8; take the model it was made from")
+
+
 def target_sizes(
     config: TokenConfig, to: str | TokenConfig | None, tokens: Mapping[str, Tokens]
 ) -> Sizes:
     """The token counts asked for, by a size (a preset's name or a configuration) or one by one."""
+    check_numbers(config)
     if (to is None) == (not tokens):
         raise ValueError("give either a size to grow to or numbers of tokens, such as ffn_tokens")
     if to is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tokenformer.growth.assembly import assemble
 from tokenformer.growth.origin import NEW, Origin
-from tokenformer.growth.plan import grown_config
+from tokenformer.growth.plan import check_numbers, grown_config
 from tokenformer.growth.probe import layer_change, output_change
 from tokenformer.growth.report import GrowthReport, Part
 from tokenformer.growth.tokens import TokenSet, layers_of
@@ -45,6 +45,7 @@ class Replacement:
 def check_tokenformer(model: Any, verb: str) -> None:
     if not isinstance(getattr(model, "config", None), TokenConfig):
         raise TypeError(f"a TokenFormer's tokens {verb}, not a {type(model).__name__}'s")
+    check_numbers(model.config)
 
 
 def token_set(module: Pattention, device: torch.device | None = None) -> TokenSet:

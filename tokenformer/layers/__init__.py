@@ -3,6 +3,7 @@
 from tokenformer.layers.attention import Attention
 from tokenformer.layers.block import ParallelBlock, SequentialBlock
 from tokenformer.layers.drop_path import DropPath
+from tokenformer.layers.linear import Linear
 from tokenformer.layers.mlp import GeluMLP, SwiGLU
 from tokenformer.layers.norm import LayerNorm, RMSNorm
 from tokenformer.layers.patches import PatchEmbedding
@@ -16,6 +17,7 @@ __all__ = [
     "GeluMLP",
     "LayerNorm",
     "LearnedPositions",
+    "Linear",
     "NoPositions",
     "ParallelBlock",
     "PatchEmbedding",

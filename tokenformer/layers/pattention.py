@@ -105,6 +105,8 @@ class Pattention(nn.Module):
     def reset_parameters(self) -> None:
         """Keys 1/sqrt(d_in), values 1/sqrt(n): unit-variance inputs give unit-order outputs,
         whatever the number of tokens. Our models draw their own, in `_init_weights`."""
+        if self.key_tokens.is_meta:  # nothing to draw, and torch would take its time over it
+            return
         nn.init.normal_(self.key_tokens, std=self.in_features**-0.5)
         nn.init.normal_(self.value_tokens, std=self.num_tokens**-0.5)
 

@@ -21,7 +21,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from tokenformer.layers import LearnedPositions, NoPositions, RotaryPositions
+from tokenformer.layers import LearnedPositions, Linear, NoPositions, RotaryPositions
 from tokenformer.models.backbone import (
     BlockPreTrainedModel,
     Projections,
@@ -30,7 +30,9 @@ from tokenformer.models.backbone import (
     tokenformer_projections,
     transformer_projections,
 )
+from tokenformer.models.cache import with_room
 from tokenformer.models.configuration import LanguageConfig, TokenformerConfig, TransformerConfig
+from tokenformer.models.step import take_step
 
 
 def make_positions(config: LanguageConfig) -> nn.Module:
@@ -93,7 +95,8 @@ class LanguageModel(LanguagePreTrainedModel):
             position_ids=position_ids,
         )
         hidden, rotation = self.positions(inputs_embeds, position_ids)
-        for layer in self.layers:
+        stepped = take_step(self, hidden, rotation, causal_mask, past_key_values)
+        for layer in self.layers if stepped is None else ():
             hidden = layer(
                 hidden,
                 attention_mask=causal_mask,
@@ -102,7 +105,8 @@ class LanguageModel(LanguagePreTrainedModel):
                 **options,
             )
         return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden), past_key_values=past_key_values
+            last_hidden_state=self.norm(hidden if stepped is None else stepped),
+            past_key_values=past_key_values,
         )
 
 
@@ -115,8 +119,15 @@ class LanguageModelForCausalLM(LanguagePreTrainedModel, GenerationMixin):
     def __init__(self, config: LanguageConfig) -> None:
         super().__init__(config)
         self.model = self.backbone(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if not getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
+            with_room(model_kwargs.get("past_key_values"))
 
     @can_return_tuple
     def forward(

@@ -37,6 +37,17 @@ def load_whole(model_class: Any, name: str, **options: Any) -> Any:
     return model
 
 
+def load_for_training(model_class: Any, folder: str) -> Any:
+    """In fp32, whatever it was saved in: rates are too small for the steps of half precision, and
+    what is resumed is made anew from the configuration."""
+    import torch
+
+    model = load_whole(model_class, folder, dtype=torch.float32)
+    if getattr(model, "is_quantized", False):
+        raise ValueError(f"{folder} has rounded numbers; begin with the model it was made from")
+    return model
+
+
 def shown(names: Iterable[str]) -> str:
     """Names in a line, of many the first."""
     names = list(names)

@@ -19,7 +19,11 @@ from types import ModuleType
 from typing import ClassVar
 
 CONFIGURATIONS = ("tokenformer.models.configuration", "tokenformer.models.vision_configuration")
-MODELS = ("tokenformer.models.language", "tokenformer.models.vision")
+MODELS = (
+    "tokenformer.models.language",
+    "tokenformer.models.vision",
+    "tokenformer.models.quantization",
+)
 FOLLOWERS = {
     "transformers.models.auto.configuration_auto": CONFIGURATIONS,
     "transformers.models.auto.modeling_auto": MODELS,

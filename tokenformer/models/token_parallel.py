@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from tokenformer.layers.pattention import Pattention
 from tokenformer.layers.sharded import ShardedPattention
 from tokenformer.ops.sharded import SumGradient
 
@@ -40,6 +41,8 @@ class TokenParallel(ParallelStyle):
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
         """Of a tensor that every process has whole, or on the meta device, nothing is sent."""
+        if type(module) is not Pattention:  # such as one whose tokens are in int8
+            raise TypeError(f"only Pattention can be spread over processes, not {module}")
         if param in TOKENS:  # a learned scale is everyone's
             whole = module.get_parameter(param)
             part = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from tokenformer.ops.direct import Direct
-from tokenformer.ops.rules import RULES, Grads, Kept, Scale
+from tokenformer.ops.fused import Fused
+from tokenformer.ops.rules import RULES, Grads, Kept, Scale, is_trained
 from tokenformer.ops.streamed import streamed
 from tokenformer.ops.theta import THETAS, accumulation_dtype
 
@@ -34,13 +35,8 @@ MakeKernel = Callable[[str, Scale, str, float], Kernel]
 KERNELS: dict[str, MakeKernel] = {
     "direct": Direct,
     "streamed": streamed,
+    "triton": Fused,
 }
-
-
-def is_trained(*inputs: Scale) -> bool:
-    """Whether a backward pass may follow."""
-    learned = (isinstance(tensor, Tensor) and tensor.requires_grad for tensor in inputs)
-    return torch.is_grad_enabled() and any(learned)
 
 
 def run(
@@ -171,6 +167,8 @@ def kept_shapes(kernel: str, theta: str, x: Tensor, keys: Tensor, values: Tensor
     def numbers(count: int) -> Tensor:
         return x.new_empty(x.shape[0], count, dtype=wide)
 
+    if kernel == "triton":
+        return [numbers(1) for _ in range(2 if theta == "softmax" else 1)]
     if kernel == "direct":
         return [x.new_empty(x.shape[0], keys.shape[0]), numbers(RULES[theta].numbers)]
     if theta in ("l2_gelu", "l1_gelu"):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tokenformer.ops import kernel
 from tokenformer.ops.choice import choose
+from tokenformer.ops.native import native
 from tokenformer.ops.theta import THETAS
 from tokenformer.ops.vector import vector
 
@@ -38,6 +39,7 @@ BACKENDS: dict[str, Backend] = {
     "reference": reference,
     **{name: partial(kernel.run, name) for name in kernel.KERNELS},
     "vector": vector,
+    "native": native,
 }
 
 

@@ -25,21 +25,23 @@ Grads = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Rule:
-    """A theta. Of all the scores of a row it needs to know one number, and in its backward pass one
-    more, a sum; processes that have some of the tokens each exchange those (`sharded.py`)."""
+    """A theta. Of all the scores of a row it needs to know a number or two, and in its backward
+    pass a sum; processes that have some of the tokens each exchange those (`sharded.py`)."""
 
     numbers: int
     """How many statistics there are."""
+    measures = 1
+    """How many of them must be measured over all scores of a row."""
 
     def __init__(self, scale: Scale, approximate: str, eps: float) -> None:
         self.scale, self.approximate, self.eps = scale, approximate, eps
 
     def measure(self, scores: Tensor, work: Tensor) -> Tensor:
-        """The number [R, 1] to know of scores [R, n]. `work`, of the same shape, is spoilt."""
+        """The numbers [R, measures] to know of scores [R, n]. `work`, as large, is spoilt."""
         raise NotImplementedError
 
     def join(self, parts: Tensor) -> Tensor:
-        """That number of all tokens, from those [P, R, 1] of parts of them."""
+        """Those numbers of all tokens, from those [P, R, measures] of parts of them."""
         raise NotImplementedError
 
     def weigh(self, scores: Tensor, weights: Tensor, measured: Tensor | None = None) -> Stats:
@@ -186,25 +188,38 @@ class GeluL2(Rule):
 
 
 class Softmax(Rule):
-    """W = s exp(A) / sum exp(A)."""
+    """W = s exp(A) / sum exp(A). The largest score and the sum are kept apart: of large scores the
+    logarithm of the sum has too few digits for shares that add up to one."""
 
-    numbers = 1
+    numbers = 2
+    measures = 2
 
     def measure(self, scores: Tensor, work: Tensor) -> Tensor:
-        return scores.logsumexp(-1, keepdim=True)
+        if not scores.shape[-1]:
+            return torch.cat([scores.new_full((len(scores), 1), v) for v in (-math.inf, 0.0)], 1)
+        largest = scores.amax(-1, keepdim=True)
+        total = torch.sub(scores, largest, out=work).exp_().sum(-1, keepdim=True)
+        return torch.cat([largest, total], dim=1)
 
     def join(self, parts: Tensor) -> Tensor:
-        return parts.logsumexp(0)
+        tops, totals = parts.split(1, dim=-1)
+        largest = tops.amax(0)
+        return torch.cat([largest, ((tops - largest).exp() * totals).sum(0)], dim=-1)
 
     def weigh(self, scores: Tensor, weights: Tensor, measured: Tensor | None = None) -> Stats:
-        log_sum = self.measure(scores, weights) if measured is None else measured
-        torch.sub(scores, log_sum, out=weights).exp_().mul_(self.scale)
-        return (log_sum,)
+        if measured is None:
+            largest, total = self.measure(scores, weights).split(1, dim=1)
+        else:
+            largest, total = measured.split(1, dim=1)
+            torch.sub(scores, largest, out=weights).exp_()
+        weights.mul_(self.scale / total)
+        return largest, total
 
     def begin_backward(
         self, scores: Tensor, grad: Tensor, weights: Tensor, work: Tensor, stats: Stats
     ) -> Tensor:
-        torch.sub(scores, stats[0], out=weights).exp_()
+        largest, total = stats
+        torch.sub(scores, largest, out=weights).exp_().div_(total)
         return torch.mul(grad, weights, out=work).sum(1, keepdim=True)
 
     def end_backward(
@@ -227,6 +242,12 @@ RULES: dict[str, type[Rule]] = {
     "l1_gelu": L1Gelu,
     "softmax": Softmax,
 }
+
+
+def is_trained(*inputs: Scale) -> bool:
+    """Whether a backward pass may follow."""
+    learned = (isinstance(tensor, Tensor) and tensor.requires_grad for tensor in inputs)
+    return torch.is_grad_enabled() and any(learned)
 
 
 def cached_rows(matrix: Tensor) -> list[slice]:

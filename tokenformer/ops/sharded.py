@@ -1,9 +1,9 @@
 """Pattention whose tokens are spread over several processes, each of which has some of them.
 
 All have the same rows. What theta must know of all scores of a row is one number, its norm (of
-softmax the logarithm of its sum): it is exchanged in fp32 or wider. Then each weighs its own values
-and the outputs are summed. The backward pass exchanges one number a row and sums the gradients of
-the rows.
+softmax two, the largest score and the sum): it is exchanged in fp32 or wider. Then each weighs its
+own values and the outputs are summed. The backward pass exchanges one number a row and sums the
+gradients of the rows.
 
 The norm of l2_gelu could be had from the Gram matrix of all keys instead, summed once a step. That
 is d^2 numbers and products of their own; docs/performance.md has both measured.
@@ -83,7 +83,7 @@ class Sharded:
         scores = x @ keys.T
         block = scores.to(accumulation_dtype(x.dtype))
         weights = torch.empty_like(block)
-        mine = block.new_empty(len(block), 1)
+        mine = block.new_empty(len(block), self.rule.measures)
         for few in cached_rows(block):
             mine[few] = self.rule.measure(block[few], weights[few])
         measured = self.rule.join(everyones(mine, self.group))
@@ -121,7 +121,7 @@ class Sharded:
 
 
 def everyones(mine: Tensor, group: Group) -> Tensor:
-    """[R, 1] of each process -> [P, R, 1]."""
+    """[R, k] of each process -> [P, R, k]."""
     found = mine.new_empty(dist.get_world_size(group), *mine.shape)
     dist.all_gather([*found], mine, group=group)
     return found

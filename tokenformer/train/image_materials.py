@@ -2,15 +2,13 @@
 
 from typing import Any
 
-import torch
-
 from tokenformer.data.errors import DataError
 from tokenformer.data.image_batches import ImageReader
 from tokenformer.data.image_sources import load_images
 from tokenformer.data.images import ImageSet
 from tokenformer.models.catalogue import MODELS, blank
 from tokenformer.models.image_processing import TokenformerImageProcessor
-from tokenformer.models.loading import load_whole
+from tokenformer.models.loading import load_for_training
 from tokenformer.models.vision_configuration import (
     TokenformerVisionConfig,
     TransformerVisionConfig,
@@ -74,8 +72,8 @@ class ImageMaterials:
         }
 
     def loaded(self, folder: str, model_class: Any) -> Any:
-        """In fp32, as `TextMaterials` does. What it learns from here on is to name these images."""
-        model = load_whole(model_class, folder, dtype=torch.float32)
+        """What it learns from here on is to name these images."""
+        model = load_for_training(model_class, folder)
         if model.config.num_labels != len(self.classes):
             raise ValueError(
                 f"model.start_from={folder} knows {model.config.num_labels} classes, the images "

@@ -3,14 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tokenformer.data.corpus import Corpus
 from tokenformer.data.model_corpus import open_corpus
 from tokenformer.data.tokenizer import tokenizer_of_file
 from tokenformer.models.catalogue import MODELS, blank
 from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
-from tokenformer.models.loading import load_whole
+from tokenformer.models.loading import load_for_training
 from tokenformer.train.options import Recipe
 from tokenformer.train.task import LanguageTask
 
@@ -56,9 +54,7 @@ class TextMaterials:
         return blank(config_class(**given))
 
     def loaded(self, folder: str, model_class: Any) -> Any:
-        """In fp32, whatever it was saved in: rates are too small for the steps of half precision,
-        and what is resumed is made anew from the configuration."""
-        model = load_whole(model_class, folder, dtype=torch.float32)
+        model = load_for_training(model_class, folder)
         file = Path(folder) / "tokenizer.json"
         tokenizer = tokenizer_of_file(file) if file.exists() else None
         open_corpus(self.corpus.folder, tokenizer, model.config.vocab_size)  # or it is refused

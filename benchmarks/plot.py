@@ -1,0 +1,261 @@
+"""The picture of a results file: how near each benchmark comes to what the machine can do.
+
+python -m benchmarks.plot benchmarks/results/NAME.json --out NAME.png
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import Row
+
+# Dark enough on white, and told apart by the colour-blind; one rival has one colour throughout.
+OURS, SECOND, THIRD, FORMULA, PEER = "#0072b2", "#56b4e9", "#009e73", "#d55e00", "#6b6b6b"
+COLOURS = {
+    "direct": OURS,
+    "auto": OURS,
+    "from_pretrained": OURS,
+    "on disk": OURS,
+    "streamed": THIRD,
+    "reference": SECOND,
+    "in memory": SECOND,
+    "released": FORMULA,
+    "plain": FORMULA,
+}
+INK, PALE = "0.35", "0.92"
+BAR = 0.24
+ROOM_ABOVE = 1.2
+
+
+def colour(name: str) -> str:
+    """Whoever is not named above is a peer."""
+    return COLOURS.get(name.partition(",")[0], PEER)
+
+
+def draw(results: Row, path: Path) -> None:
+    """Panels of the sections that are there."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = [panel for section, panel in PANELS if section in results and results[section]["rows"]]
+    if not panels:
+        raise ValueError(f"no section to draw; there is {', '.join(results) or 'nothing'}")
+    across = min(3, len(panels))
+    down = -(-len(panels) // across)
+    # A figure of its own, not pyplot's: the caller's backend and open figures stay as they are.
+    figure = Figure(figsize=(5 * across, 3.7 * down + 0.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    places = figure.subplots(down, across, squeeze=False).flatten()
+    for axes, panel in zip(places, panels, strict=False):
+        panel(axes, results)
+        axes.tick_params(length=0, colors=INK, labelsize=8)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.spines["bottom"].set_color("0.8")
+        axes.set_axisbelow(True)
+    for axes in places[len(panels) :]:
+        axes.set_visible(False)
+    about = results["machine"]
+    threads = f"{about['threads']} thread{'s' if about['threads'] > 1 else ''}"
+    figure.suptitle(
+        f"tokenformer {about['tokenformer']} on {about['cpu']}, {threads}, "
+        f"torch {about['torch']}, fp32",
+        color=INK,
+        fontsize=10,
+    )
+    figure.savefig(path, dpi=150)
+
+
+def names_of(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(row["name"] for row in rows))
+
+
+def share_axis(axes: Any, title: str, limit: str) -> None:
+    axes.set_title(title, fontsize=10.5, loc="left")
+    axes.set_ylabel(f"share of {limit}", color=INK, fontsize=9)
+    axes.axhline(1, color="0.6", linewidth=1, linestyle=(0, (3, 3)))
+    axes.set_ylim(0, max(1.08, 1.05 * axes.get_ylim()[1]))
+    axes.grid(color=PALE, axis="y")
+
+
+def lines(axes: Any, rows: list[Row], x: str, y: str, spread: str | None = None) -> None:
+    for name in names_of(rows):
+        points = sorted((row for row in rows if row["name"] == name), key=lambda row: row[x])
+        error = [row[spread] / 2 for row in points] if spread else None
+        axes.errorbar(
+            [row[x] for row in points],
+            [row[y] for row in points],
+            yerr=error,
+            color=colour(name),
+            marker="os^D"[len(name) % 4],
+            markersize=4,
+            linewidth=1.8,
+            linestyle="-" if colour(name) != PEER else (0, (4, 2)),
+            capsize=2,
+            label=name,
+        )
+    ticks = sorted({row[x] for row in rows})
+    axes.set_xscale("log")
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.minorticks_off()
+
+
+def bars(axes: Any, rows: list[Row], cases: dict[str, list[Row]], value: str) -> None:
+    """A group for each case, a bar for each rival, labelled with its value."""
+    names = names_of(rows)
+    for place, of_case in enumerate(cases.values()):
+        for row in of_case:
+            at = place + BAR * (names.index(row["name"]) - (len(names) - 1) / 2)
+            error = row.get(f"{value}_spread", 0) / 2
+            axes.bar(at, row[value], 0.92 * BAR, yerr=error, color=colour(row["name"]), ecolor=INK)
+            axes.annotate(
+                f"{row[value]:.2f}",
+                (at, row[value] + error),
+                xytext=(0, 2),
+                textcoords="offset points",
+                horizontalalignment="center",
+                fontsize=7,
+                color=INK,
+            )
+    group_axis(axes, list(cases))
+
+
+def group_axis(axes: Any, cases: list[str]) -> None:
+    axes.set_xticks(range(len(cases)), cases)
+    axes.set_xlim(-0.6, len(cases) - 0.4)
+
+
+def legend(axes: Any, names: list[str]) -> None:
+    """In a row above the bars, for which room is made."""
+    from matplotlib.patches import Patch
+
+    axes.set_ylim(0, ROOM_ABOVE * axes.get_ylim()[1])
+    handles = [Patch(color=colour(name), label=name) for name in names]
+    look = {"frameon": False, "fontsize": 8, "handlelength": 1.0, "columnspacing": 1.0}
+    axes.legend(handles=handles, loc="upper left", ncols=3, **look)
+
+
+def widest_sweep(rows: list[Row], axis: str, others: tuple[str, ...]) -> list[Row]:
+    """The rows that differ in `axis` alone, where there are most."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.get(other) for other in others), []).append(row)
+    return max(groups.values(), key=lambda group: len({row[axis] for row in group}))
+
+
+def operator(axes: Any, results: Row) -> None:
+    rows = widest_sweep(results["operator"]["rows"], "n", ("rows", "d"))
+    lines(axes, rows, "n", "share", "share_spread")
+    title = f"Pattention, forward and backward\n{rows[0]['rows']:,} rows, width {rows[0]['d']}"
+    share_axis(axes, title, "the bare products' speed")
+    axes.set_xlabel("parameter tokens", color=INK, fontsize=9)
+    axes.legend(frameon=False, fontsize=8, loc="lower right", ncols=2)
+
+
+def training(axes: Any, results: Row) -> None:
+    rows = results["training"]["rows"]
+    rows = [row for row in rows if (row["length"], row["n"]) == (rows[0]["length"], rows[0]["n"])]
+    cases: dict[str, list[Row]] = {}
+    for row in rows:
+        cases.setdefault(f"{row['what']}\npeer: {row['peer']}", []).append(with_peer_name(row))
+    shown = [row for group in cases.values() for row in group]
+    bars(axes, shown, cases, "share")
+    shape = f"{rows[0]['batch']} x {rows[0]['length']} tokens"
+    share_axis(axes, f"Training step, prefill, layers alone\n{shape}", "the products' speed")
+    legend(axes, names_of(shown))
+
+
+def with_peer_name(row: Row) -> Row:
+    """Peers share a colour and the last place; which it is stands below."""
+    return {**row, "name": "peer"} if row["name"] == row["peer"] else row
+
+
+def decode(axes: Any, results: Row) -> None:
+    rows = results["decode"]["rows"]
+    cases: dict[str, list[Row]] = {}
+    for row in rows:
+        case = f"after {row['context']:,}\nbatch {row['batch']}\nn {row['n']:,}"
+        cases.setdefault(case, []).append(row)
+    bars(axes, rows, cases, "share")
+    share_axis(axes, "Decoding\na token at a time", "reading the weights once")
+    legend(axes, names_of(rows))
+
+
+def memory(axes: Any, results: Row) -> None:
+    layers = [row for row in results["memory"]["rows"] if row["what"] == "layer"]
+    rows = layers or results["memory"]["rows"]
+    cases: dict[str, list[Row]] = {}
+    for row in rows:
+        cases.setdefault(row["case"].replace(" x ", " x\n", 1), []).append(row)
+    names = names_of(rows)
+    for place, of_case in enumerate(cases.values()):
+        for row in of_case:
+            at = place + 0.16 * (names.index(row["name"]) - (len(names) - 1) / 2)
+            axes.bar(at, row["peak_bytes"] / 1e9, 0.145, color=colour(row["name"]))
+            # Of each bar, how much of it is kept from forward to backward.
+            axes.bar(at, row["kept_bytes"] / 1e9, 0.145, color="white", alpha=0.45)
+    group_axis(axes, list(cases))
+    axes.set_title(
+        "Peak memory, forward and backward\nrows x width x tokens; pale: kept between them",
+        fontsize=10.5,
+        loc="left",
+    )
+    axes.set_ylabel("GB beyond the inputs", color=INK, fontsize=9)
+    axes.grid(color=PALE, axis="y")
+    legend(axes, names)
+
+
+def loading(axes: Any, results: Row) -> None:
+    rows = [row for row in results["loading"]["rows"] if row["what"] == "again"]
+    cases: dict[str, list[Row]] = {}
+    for row in rows:
+        name, _, read = row["name"].partition(", ")
+        case = f"{row['size']}\n{'and weights read' if read else 'loaded'}"
+        seconds = {"seconds": row["seconds"], "name": name}
+        seconds["times_reading"] = 1 / row["share"]
+        cases.setdefault(case, []).append(seconds)
+    shown = [row for group in cases.values() for row in group]
+    bars(axes, shown, cases, "times_reading")
+    axes.axhline(1, color="0.6", linewidth=1, linestyle=(0, (3, 3)))
+    axes.set_title("Loading a folder\nin the page cache", fontsize=10.5, loc="left")
+    axes.set_ylabel("times reading its files once", color=INK, fontsize=9)
+    axes.grid(color=PALE, axis="y")
+    legend(axes, names_of(shown))
+
+
+def growth(axes: Any, results: Row) -> None:
+    rows = results["growth"]["rows"]
+    cases: dict[str, list[Row]] = {}
+    for row in rows:
+        cases.setdefault(row["case"], []).append(row)
+    bars(axes, rows, cases, "times_copy")
+    axes.axhline(1, color="0.6", linewidth=1, linestyle=(0, (3, 3)))
+    axes.set_title("Growing a folder\nread, grown, written, synced", fontsize=10.5, loc="left")
+    axes.set_ylabel("times copying the grown one", color=INK, fontsize=9)
+    axes.grid(color=PALE, axis="y")
+    legend(axes, names_of(rows))
+
+
+PANELS: list[tuple[str, Callable[[Any, Row], None]]] = [
+    ("operator", operator),
+    ("training", training),
+    ("decode", decode),
+    ("memory", memory),
+    ("loading", loading),
+    ("growth", growth),
+]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--out", type=Path, help="by default beside the results")
+    options = parser.parse_args(arguments)
+    out = options.out or options.results.with_suffix(".png")
+    draw(json.loads(options.results.read_text()), out)
+    print(f"drawn to {out.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""A token through all blocks in native code says what the blocks say."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from tokenformer.models import language, step
+from tokenformer.models.cache import RoomyLayer, with_room
+from tokenformer.ops.native.library import library
+
+Make = Callable[..., Any]
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
+
+OPTIONS = [
+    {},
+    {"theta": "gelu_l2", "num_key_value_heads": 2},
+    {"theta": "l1_gelu", "residual": "parallel"},
+    {"theta": "softmax", "positions": "learned"},
+    {"variant": "paper", "num_key_value_heads": 1},
+    {"norm": "rms_norm", "norm_parameters": "weight_bias", "positions": "none"},
+    {"norm_parameters": "bias", "qkv_tokens": [24, 7], "ffn_tokens": [5, 44]},
+]
+
+
+@pytest.fixture(autouse=True)
+def several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "threads_for", lambda size: 3)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Of each forward of the blocks, whether it was such a step."""
+    seen: list[bool] = []
+
+    def watched(*arguments: Any) -> Tensor | None:
+        found = step.take_step(*arguments)
+        seen.append(found is not None)
+        return found
+
+    monkeypatch.setattr(language, "take_step", watched)
+    return seen
+
+
+def speak(model: Any, ids: Tensor, tokens: int = 40, **options: Any) -> Any:
+    return model.generate(
+        ids,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **options,
+    )
+
+
+def prompt(length: int = 5) -> Tensor:
+    return torch.randint(1, 61, (1, length), generator=torch.Generator().manual_seed(1))
+
+
+def assert_true(model: Any, said: Any, start: int, tolerance: float = 2e-5) -> None:
+    """The logits of every token are those of the whole text read anew, in float64."""
+    truth = copy.deepcopy(model).double()
+    for layer in truth.modules():
+        layer._forward_hooks.clear()
+    with torch.no_grad():
+        wanted = truth(said.sequences, use_cache=False).logits[0, start - 1 : -1]
+    found = torch.cat(said.logits)
+    assert (found - wanted).abs().max() < tolerance * wanted.abs().max()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("length", [1, 5])
+def test_every_kind_of_model(make_model: Make, taken: list[bool], options: Any, length: int):
+    model = make_model("tokenformer", tie_word_embeddings=False, **options).float()
+    said = speak(model, prompt(length))
+    assert taken == [False] + 39 * [True], "the prompt by the blocks, the rest not"
+    # Random softmax layers are steep.
+    assert_true(model, said, length, 2e-3 if options.get("theta") == "softmax" else 2e-5)
+
+
+def test_half_precision(make_model: Make, taken: list[bool]):
+    model = make_model("tokenformer", tie_word_embeddings=False).bfloat16()
+    said = speak(model, prompt())
+    assert all(taken[1:])
+    assert said.past_key_values.layers[0].keys.dtype == torch.bfloat16
+    truth = copy.deepcopy(model).double()
+    with torch.no_grad():
+        wanted = truth(said.sequences, use_cache=False).logits[0, 4:-1]
+        plain = model(said.sequences, use_cache=False).logits[0, 4:-1]
+    error, usual = ((t - wanted).abs().mean() for t in (torch.cat(said.logits), plain))
+    assert error < 1.2 * usual, "no worse than the blocks"
+
+
+def test_hooks_see_every_token(make_model: Make, taken: list[bool]):
+    model = make_model("tokenformer").float()
+    seen: list[int] = []
+    hook = model.model.layers[1].ffn.register_forward_hook(
+        lambda module, inputs, output: seen.append(output.shape[1])
+    )
+    speak(model, prompt(), 6)
+    assert seen == [5, 1, 1, 1, 1, 1]
+    assert not any(taken)
+    hook.remove()
+    speak(model, prompt(), 6)
+    assert len(seen) == 6
+    assert any(taken)
+
+
+def test_hidden_states_and_attentions_are_handed_out(make_model: Make):
+    model = make_model("tokenformer").float()
+    said = speak(model, prompt(), 4, output_hidden_states=True)
+    assert [len(states) for states in said.hidden_states] == 4 * [3]
+    model.set_attn_implementation("eager")
+    said = speak(model, prompt(), 4, output_attentions=True)
+    assert [weights[0].shape[-1] for weights in said.attentions] == [5, 6, 7, 8]
+
+
+class Louder(nn.Module):
+    def forward(self, values: Tensor) -> Tensor:
+        return 3 * values
+
+
+def test_what_only_python_can_do_is_left_to_it(make_model: Make, taken: list[bool]):
+    for change in (
+        lambda ffn: nn.utils.parametrize.register_parametrization(ffn, "value_tokens", Louder()),
+        lambda ffn: setattr(ffn, "active_tokens", 11),
+        lambda ffn: setattr(ffn, "backend", "reference"),
+        lambda ffn: setattr(ffn, "scale_tokens", nn.Parameter(torch.tensor([30.0]))),
+        lambda ffn: setattr(ffn, "eps", 1e-3),  # not that of the others
+    ):
+        model = make_model("tokenformer", tie_word_embeddings=False).float()
+        change(model.model.layers[1].ffn)
+        taken.clear()
+        assert_true(model, speak(model, prompt(), 8), 5)
+        assert not any(taken)
+
+
+def test_a_forward_of_the_users_own_is_called(make_model: Make, taken: list[bool]):
+    model = make_model("tokenformer", tie_word_embeddings=False).float()
+    ffn = model.model.layers[1].ffn
+    ffn.forward = lambda x: 3 * type(ffn).forward(ffn, x)
+    said = speak(model, prompt(), 8)
+    assert not any(taken)
+    with torch.no_grad():
+        wanted = model(said.sequences, use_cache=False).logits[0, 4:-1]
+    torch.testing.assert_close(torch.cat(said.logits), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_changes_while_its_cache_lives(make_model: Make, taken: list[bool]):
+    """Weights in place, weights elsewhere, another layer, another scale: each is seen at once."""
+    model = make_model("tokenformer", tie_word_embeddings=False).float()
+    cache, other = (with_room(DynamicCache(config=model.config)) for _ in range(2))
+    ids = prompt(12)
+    ffn = model.model.layers[1].ffn
+    changes = [
+        lambda: ffn.key_tokens.mul_(-1),
+        lambda: setattr(ffn.value_tokens, "data", -ffn.value_tokens.data),
+        lambda: setattr(ffn, "key_tokens", nn.Parameter(-ffn.key_tokens.detach())),
+        lambda: setattr(ffn, "scale_tokens", 99.0),
+        lambda: setattr(model.model.layers[0], "ffn", copy.deepcopy(ffn)),
+        lambda: model.bfloat16().float(),
+        lambda: None,
+    ]
+    with torch.no_grad():
+        for past in (cache, other):
+            model(ids[:, :4], past_key_values=past)
+        for place, change in enumerate(changes, start=4):
+            change()
+            new = ids[:, place : place + 1]
+            found = model(new, past_key_values=cache).logits
+            assert taken[-1]
+            model.model.layers[0].ffn.backend = "reference"  # not by a step
+            wanted = model(new, past_key_values=other).logits
+            assert not taken[-1]
+            model.model.layers[0].ffn.backend = "auto"
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_a_copied_and_a_cropped_cache_go_on(make_model: Make, taken: list[bool]):
+    model = make_model("tokenformer", tie_word_embeddings=False).float()
+    first = speak(model, prompt(), 70)  # beyond the room that a cache begins with
+    cache = first.past_key_values
+    assert cache.get_seq_length() == 74
+    for past in (copy.deepcopy(cache), cache):
+        past.crop(-44)
+        assert past.layers[0].keys.shape[-2] == past.layers[0].values.shape[-2] == 30
+        said = speak(model, first.sequences[:, :31], 20, past_key_values=past)
+        assert torch.equal(said.sequences, first.sequences[:, :51])
+    assert sum(taken) >= 69 + 2 * 19
+
+
+def test_a_cache_out_of_inference_mode_goes_on(make_model: Make, taken: list[bool]):
+    model = make_model("tokenformer", tie_word_embeddings=False).float()
+    with torch.inference_mode():
+        first = speak(model, prompt(), 10)
+    ids = first.sequences.clone()
+    said = speak(model, ids, 10, past_key_values=first.past_key_values)
+    assert_true(model, said, 15)
+    assert sum(taken) >= 18
+
+
+def test_beams_and_batches_as_with_a_plain_cache(make_model: Make):
+    """Their caches are reordered and repeated; nothing of that is a step."""
+    model = make_model("tokenformer", tie_word_embeddings=False).float()
+    ids = torch.cat([prompt(), prompt() + 1]) % 61
+    for options in ({"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}, {}):
+        bounds = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, **options}
+        found = model.generate(ids, **bounds)
+        wanted = model.generate(ids, past_key_values=DynamicCache(config=model.config), **bounds)
+        assert torch.equal(found, wanted)
+
+
+def test_left_padding_is_no_step(make_model: Make, taken: list[bool]):
+    model = make_model("tokenformer", tie_word_embeddings=False).float()
+    ids = prompt()
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids], 1)
+    mask = (torch.arange(8) >= 3).long()[None]
+    alone, beside = speak(model, ids, 9), speak(model, padded, 9, attention_mask=mask)
+    assert torch.equal(alone.sequences[:, 5:], beside.sequences[:, 8:])
+    assert sum(taken) == 8
+
+
+def test_only_plain_caches_get_room(make_model: Make):
+    config = make_model("tokenformer").config
+    assert all(type(layer) is RoomyLayer for layer in with_room(DynamicCache(config=config)).layers)
+    filled = DynamicCache(config=config)
+    filled.update(torch.ones(1, 4, 2, 8), torch.ones(1, 4, 2, 8), 0)
+    assert not any(type(layer) is RoomyLayer for layer in with_room(filled).layers)
+    assert with_room(None) is None

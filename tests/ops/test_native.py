@@ -1,0 +1,209 @@
+"""Native code for a few rows against the reference, and what becomes of machines without it."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from tokenformer.ops import THETAS, choice, pattention
+from tokenformer.ops.native import linear, rows
+from tokenformer.ops.native.library import library
+
+needs_compiler = pytest.mark.skipif(library() is None, reason="no C++ compiler")
+thetas = pytest.mark.parametrize("theta", list(THETAS))
+
+
+@pytest.fixture(autouse=True)
+def threads_for_anything(monkeypatch: pytest.MonkeyPatch):
+    """Three threads, also for tiny shapes; more than some have tokens."""
+    monkeypatch.setattr(rows, "threads_for", lambda size: 3)
+    with torch.no_grad():
+        yield
+
+
+def draw(*shapes: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def assert_true(found: Tensor, inputs: list[Tensor], **options) -> None:
+    """Within some roundings of the scores, and of what is added up with them, of float64; or as
+    near to it as the plain formula, where GELU leaves no digits."""
+    x, keys, values = (t.double() for t in inputs)
+    given = {"theta": "l2_gelu", "approximate": "none", "eps": 0.0, "scale_tokens": None, **options}
+    scale = given["scale_tokens"] or len(keys)
+
+    def weights(scores: Tensor) -> Tensor:
+        return THETAS[given["theta"]](scores, scale, given["approximate"], given["eps"])
+
+    assert found.dtype == inputs[0].dtype
+    # Tokens in bf16 are exact numbers, and sums of them are in fp32; the output is rounded again.
+    rounding = torch.finfo(torch.float32).eps
+    scores, slack = x @ keys.T, 8 * rounding * (x.abs() @ keys.abs().T)
+    truth = weights(scores) @ values
+    moved = [(weights(scores + d) - weights(scores)).abs() @ values.abs() for d in (slack, -slack)]
+    summed = 8 * rounding * (weights(scores).abs() @ values.abs())
+    last = torch.finfo(found.dtype).eps * truth.abs()
+    plain = pattention(*inputs, backend="reference", **options).double()
+    error, usual = ((t.double() - truth).abs() for t in (found, plain))
+    assert found.shape == truth.shape
+    assert (error <= moved[0] + moved[1] + summed + last + 2 * usual.max()).all(), (error, usual)
+
+
+@needs_compiler
+@settings(max_examples=200, deadline=None)
+@given(
+    leading=st.sampled_from([(), (1,), (1, 1), (3,), (2, 4), (8,)]),
+    d_in=st.integers(1, 70),
+    n=st.integers(1, 90),
+    d_out=st.integers(1, 70),
+    seed=st.integers(0, 2**16),
+    theta=st.sampled_from(list(THETAS)),
+    approximate=st.sampled_from(["none", "tanh"]),
+    scale=st.none() | st.floats(0.5, 100.0),
+    eps=st.sampled_from([0.0, 1e-2]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_odd_shapes(leading, d_in, n, d_out, seed, theta, approximate, scale, eps, dtype):
+    inputs = draw((*leading, d_in), (n, d_in), (n, d_out), seed=seed, dtype=dtype)
+    options = {"scale_tokens": scale, "theta": theta, "approximate": approximate, "eps": eps}
+    found = pattention(*inputs, backend="native", **options)
+    assert_true(found, inputs, **options)
+
+
+@needs_compiler
+@thetas
+def test_many_tokens(theta):
+    inputs = draw((2, 32), (40_000, 32), (40_000, 16))
+    found = pattention(*inputs, backend="native", theta=theta)
+    assert_true(found, inputs, theta=theta)
+
+
+@needs_compiler
+@thetas
+def test_zero_rows_and_what_is_not_a_number(theta):
+    x, keys, values = draw((4, 6), (30, 6), (30, 5))
+    x[1] = 0
+    found = pattention(x, keys, values, backend="native", theta=theta)
+    assert_true(found, [x, keys, values], theta=theta)
+    x[2, 3] = torch.nan
+    found = pattention(x, keys, values, backend="native", theta=theta)
+    assert found.isnan().any(-1).tolist() == [False, False, True, False]
+
+
+@needs_compiler
+def test_strides_of_rows():
+    x, keys, values = draw((5, 12), (30, 6), (30, 5))
+    inputs = [x[::2, ::2], keys, values]
+    assert_true(pattention(*inputs, backend="native"), inputs)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_tokens_are_their_scaled_numbers(dtype):
+    (x,) = draw((3, 50), dtype=dtype)
+    keys, values = (torch.randint(-127, 128, (77, d), dtype=torch.int8) for d in (50, 20))
+    key_scales, value_scales = torch.rand(77) + 0.1, torch.rand(77) + 0.1
+    of = rows.tokens(keys, values, 77.0, key_scales, value_scales)
+    found = rows.pattention(x, of, torch.int8, rows.rule("l2_gelu", "none", 0.0))
+    plain = [t.double() * s[:, None] for t, s in ((keys, key_scales), (values, value_scales))]
+    wanted = pattention(x.double(), *plain, backend="reference")
+    rounded = {"rtol": 2e-2 if dtype == torch.bfloat16 else 1e-4, "atol": 1e-2}
+    torch.testing.assert_close(found, wanted.to(dtype), **rounded)
+    logits = linear(x, keys, key_scales)
+    torch.testing.assert_close(logits, (x.double() @ plain[0].T).to(dtype), rtol=1e-2, atol=1e-2)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_matrix(dtype):
+    x, weight = draw((2, 1, 70), (33, 70), dtype=dtype)
+    wanted = (x.double() @ weight.double().T).to(dtype)
+    torch.testing.assert_close(linear(x, weight), wanted, rtol=1e-2, atol=1e-4)
+
+
+@needs_compiler
+def test_auto_takes_it_only_where_it_can():
+    x, keys, values = draw((2, 6), (30, 6), (30, 5))
+
+    def chosen(*inputs: Tensor) -> str:
+        return choice.choose(*inputs, 30.0)
+
+    assert chosen(x, keys, values) == "native"
+    assert chosen(x.double(), keys.double(), values.double()) == "reference"
+    assert chosen(x.half(), keys.half(), values.half()) == "reference"
+    assert chosen(x.repeat(5, 1), keys, values) == "reference", "more rows than it is for"
+    assert chosen(x, keys.T.contiguous().T, values) == "reference"
+    assert chosen(x[:0], keys, values) == "reference"
+    with torch.autocast("cpu"):
+        assert chosen(x, keys, values) == "reference"
+    with FlopCounterMode(display=False) as counter:
+        pattention(x, keys, values)
+    assert counter.get_total_flops() == 2 * 2 * 30 * (6 + 5), "what counts FLOPs sees them"
+    with torch.enable_grad():
+        assert chosen(x, keys, values) == "native", "nothing here is trained"
+        assert chosen(x, keys.requires_grad_(), values) == "reference"
+        with pytest.raises(ValueError, match="without gradients"):
+            pattention(x, keys, values, backend="native")
+
+
+SCRIPT = textwrap.dedent(
+    """
+    import torch, tokenformer
+    from tokenformer.ops.native.library import library
+    torch.manual_seed(0)
+    x, keys, values = torch.randn(1, 8), torch.randn(20, 8), torch.randn(20, 8)
+    with torch.no_grad():
+        found = tokenformer.pattention(x, keys, values)
+        wanted = tokenformer.pattention(x, keys, values, backend="reference")
+    torch.testing.assert_close(found, wanted)
+    print(library() is not None)
+    """
+)
+
+
+def start(folder: Path, compiler: str | None = None) -> "subprocess.Popen[str]":
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder)}
+    environment.pop("CXX", None)
+    if compiler is not None:
+        environment["CXX"] = compiler
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+@needs_compiler
+def test_processes_that_build_it_at_once(tmp_path):
+    processes = [start(tmp_path) for _ in range(2)]
+    for process in processes:
+        out, errors = process.communicate()
+        assert (process.returncode, out.strip()) == (0, "True"), errors
+    assert len(list((tmp_path / "tokenformer").iterdir())) == 1, "one library, nothing left over"
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "true"])
+def test_without_a_compiler_nothing_is_lost_but_speed(tmp_path, compiler):
+    """One that is not there, one that fails, and one that writes nothing."""
+    process = start(tmp_path, compiler)
+    out, errors = process.communicate()
+    assert (process.returncode, out.strip()) == (0, "False"), errors
+    assert not errors
+
+
+def test_a_home_that_cannot_be_written_to(tmp_path):
+    (tmp_path / "tokenformer").write_text("a file where the folder would be")
+    process = start(tmp_path)
+    out, errors = process.communicate()
+    assert (process.returncode, out.strip()) == (0, "False"), errors

@@ -1,0 +1,117 @@
+"""Layers whose numbers are int8, with a scale for every token or row: a quarter of the memory.
+
+They are for use, not for training. Rows as few as in decoding are computed from the int8 numbers as
+they are read (`ops/native`); more rows, other devices and dtypes make a matrix of their own type of
+them first, for the time of the call.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokenformer.layers.pattention import Pattention
+from tokenformer.ops.choice import plain
+from tokenformer.ops.native import suits
+from tokenformer.ops.native.rows import linear, pattention, rule, tokens
+from tokenformer.ops.pattention import pattention as any_pattention
+from tokenformer.ops.rules import is_trained
+
+LARGEST = 127
+
+
+def rounded(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix [n, d] as int8 [n, d] and scales [n]: each row from -127 to 127 times its own."""
+    scales = matrix.detach().float().abs().amax(1) / LARGEST
+    scales = scales.masked_fill(scales == 0, 1)
+    return (matrix.detach().float() / scales[:, None]).round_().to(torch.int8), scales
+
+
+def widened(matrix: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    return matrix.to(dtype) * scales.to(dtype)[:, None]
+
+
+def fixed(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def is_native(x: Tensor, *matrices: Tensor) -> bool:
+    return plain(x, *matrices) and not is_trained(x) and suits(x, *matrices)
+
+
+class Int8Pattention(nn.Module):
+    """A Pattention layer, its tokens rounded."""
+
+    key_tokens: nn.Parameter  # [n, d_in], int8
+    value_tokens: nn.Parameter  # [n, d_out], int8
+    key_scales: nn.Parameter  # [n]
+    value_scales: nn.Parameter  # [n]
+    active_tokens = _active_tokens = None
+    backend = "auto"
+
+    def __init__(self, layer: Pattention) -> None:
+        super().__init__()
+        if layer.active_tokens is not None or isinstance(layer.scale_tokens, Tensor):
+            raise ValueError("int8 is for layers all of whose tokens are active, at a fixed scale")
+        self.theta, self.scale_tokens = layer.theta, layer.scale_tokens
+        self.approximate, self.eps = layer.approximate, layer.eps
+        for name, matrix in (("key", layer.key_tokens), ("value", layer.value_tokens)):
+            numbers, scales = rounded(matrix)
+            setattr(self, f"{name}_tokens", fixed(numbers))
+            setattr(self, f"{name}_scales", fixed(scales))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_native(x, self.key_tokens, self.value_tokens):
+            scales = self.key_scales.float(), self.value_scales.float()
+            of = tokens(self.key_tokens, self.value_tokens, self.scale_tokens, *scales)
+            return pattention(x, of, torch.int8, rule(self.theta, self.approximate, self.eps))
+        return any_pattention(
+            x,
+            widened(self.key_tokens, self.key_scales, x.dtype),
+            widened(self.value_tokens, self.value_scales, x.dtype),
+            scale_tokens=self.scale_tokens,
+            theta=self.theta,
+            approximate=self.approximate,
+            eps=self.eps,
+        )
+
+    def extra_repr(self) -> str:
+        (count, d_in), d_out = self.key_tokens.shape, self.value_tokens.shape[1]
+        return f"in_features={d_in}, out_features={d_out}, num_tokens={count}, theta={self.theta!r}"
+
+
+class Int8Rows(nn.Module):
+    """A matrix, its rows rounded. `like` holds it as `weight`."""
+
+    weight: nn.Parameter  # [n, d]
+    scales: nn.Parameter  # [n]
+
+    def __init__(self, like: nn.Module) -> None:
+        super().__init__()
+        numbers, scales = rounded(like.weight)  # type: ignore[arg-type]
+        self.weight, self.scales = fixed(numbers), fixed(scales)
+
+    def share(self, other: "Int8Rows") -> None:
+        """Have the same numbers as another."""
+        self.weight, self.scales = other.weight, other.scales
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, {self.weight.shape[1]}"
+
+
+class Int8Linear(Int8Rows):
+    """Without a bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_native(x, self.weight):
+            return linear(x, self.weight, self.scales.float())
+        return F.linear(x, widened(self.weight, self.scales, x.dtype))
+
+
+class Int8Embedding(Int8Rows):
+    def __init__(self, like: nn.Embedding, dtype: torch.dtype) -> None:
+        super().__init__(like)
+        self.dtype = dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = F.embedding(ids, self.weight).to(self.dtype)
+        return rows * F.embedding(ids, self.scales[:, None]).to(self.dtype)

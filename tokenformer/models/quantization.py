@@ -1,0 +1,77 @@
+"""Models with int8 tokens, by one option of `from_pretrained`:
+
+    model = TokenformerForCausalLM.from_pretrained(folder, quantization_config=TokenQuantization())
+    model.save_pretrained(smaller)          # from there it loads as it is, without the option
+
+The token matrices, the embeddings and the output head are rounded; norms, positions and whatever
+else is small stay as they are.
+"""
+
+from typing import Any
+
+from torch import nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from tokenformer.layers import Linear, Pattention
+from tokenformer.layers.int8 import Int8Embedding, Int8Linear, Int8Pattention
+
+METHOD = "tokenformer"
+
+
+@register_quantization_config(METHOD)
+class TokenQuantization(QuantizationConfigMixin):
+    def __init__(self, bits: int = 8, **_: Any) -> None:
+        if bits != 8:
+            raise ValueError(f"bits={bits} is not to be had; tokens are kept in 8 bits")
+        self.quant_method = METHOD
+        self.bits = bits
+
+
+@register_quantizer(METHOD)
+class TokenQuantizer(HfQuantizer):
+    """How transformers makes and loads such models."""
+
+    def _process_model_before_weight_loading(self, model: Any, **options: Any) -> None:
+        if self.pre_quantized:
+            round_tokens(model)  # on the meta device: the numbers come from the file
+        elif not any(isinstance(module, Pattention) for module in model.modules()):
+            raise ValueError(f"{type(model).__name__} has no tokens to keep in int8")
+
+    def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
+        if not self.pre_quantized:
+            round_tokens(model)
+        return model
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def round_tokens(model: Any) -> None:
+    """One layer after the other, so that there is never much more in memory than the model."""
+    for parent in list(model.modules()):
+        for name, module in list(parent.named_children()):
+            if type(module) is Pattention:
+                setattr(parent, name, Int8Pattention(module))
+            elif type(module) is Linear and module.bias is None:
+                setattr(parent, name, Int8Linear(module))
+            elif type(module) is nn.Embedding:
+                setattr(parent, name, Int8Embedding(module, module.weight.dtype))
+    tie_scales(model)
+
+
+def tie_scales(model: Any) -> None:
+    """Where the output head is the embedding, so are its numbers."""
+    for target, source in list(model.all_tied_weights_keys.items()):
+        names = [key.removesuffix(".weight") for key in (target, source)]
+        head, embedding = (model.get_submodule(name) for name in names)
+        if isinstance(head, Int8Linear) and isinstance(embedding, Int8Embedding):
+            head.share(embedding)
+            scales = {f"{names[0]}.scales": f"{names[1]}.scales"}
+            model.all_tied_weights_keys |= scales
+            model._tied_weights_keys = {**model._tied_weights_keys, **scales}

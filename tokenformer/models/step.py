@@ -1,0 +1,199 @@
+"""A new token of one sequence through all blocks of a language model at once, in native code.
+
+When a model speaks to one listener, Python between the layers takes as long as a good part of the
+reading of their tokens. So `generate` on a CPU goes through `ops/native` in one call for all
+blocks, where there is nothing in them that Python would have to see: hooks, adapters, masks,
+scales that are learned. Otherwise, and for all that is not such a step, the blocks themselves run;
+they are what this is tested against.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenformer.layers import LayerNorm, Pattention
+from tokenformer.layers.int8 import Int8Pattention
+from tokenformer.layers.norm import RMSNorm
+from tokenformer.layers.positions import Rotation
+from tokenformer.models.backbone import NamedAttention, ParallelLayer, SequentialLayer
+from tokenformer.models.cache import RoomyLayer
+from tokenformer.ops import native
+from tokenformer.ops.choice import plain
+from tokenformer.ops.native.library import Block, Norm, Shape, function
+from tokenformer.ops.native.rows import rule, threads_for, tokens, workspace
+
+PROJECTIONS = ("q", "k", "v", "o")
+MEMORY: dict[type[nn.Module], tuple[str, ...]] = {
+    Pattention: ("key_tokens", "value_tokens"),
+    Int8Pattention: ("key_tokens", "value_tokens", "key_scales", "value_scales"),
+}
+"""What is read of the layers that have a native form, by their names."""
+BACKENDS = ("auto", "native")
+"""Of layers that do not ask for another."""
+
+
+def take_step(
+    model: Any, hidden: Tensor, rotation: Rotation | None, mask: Any, cache: Any
+) -> Tensor | None:
+    """hidden [1, 1, d] -> [1, 1, d], with its keys and values in the cache; None, and nothing has
+    changed, where that cannot be had."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return None
+    if hidden.shape[:2] != (1, 1) or mask is not None:
+        return None
+    layers = getattr(cache, "layers", ())
+    if len(layers) != len(model.layers):
+        return None
+    if not all(type(layer) is RoomyLayer and layer.is_initialized for layer in layers):
+        return None
+    if not plain(hidden) or not native.suits(hidden):
+        return None
+    step = getattr(cache, "step", None)
+    if step is None or not step.is_current():
+        step = cache.step = Step(model)
+    if step.blocks is None or step.is_watched():
+        return None
+    return step(hidden, rotation, layers)
+
+
+class Step:
+    """Of a model as it was when this was made. A cache has it, for as long as it lasts."""
+
+    blocks: Any = None
+    """None if the model has what only Python can do."""
+
+    def __init__(self, model: Any) -> None:
+        self.modules: list[nn.Module] = []
+        self.hooks: list[dict[Any, Any]] = []
+        self.parts: list[tuple[dict[str, Any], str, Any]] = []
+        self.places: list[tuple[Tensor, int]] = []
+        self.maps: list[tuple[Any, float]] = []
+        self.watch(model, model._modules, "layers")
+        blocks: list[Any] = [self.block(layer) for layer in model.layers]
+        kinds = {type(layer) for layer in model.layers}
+        rules = {(layer.theta, layer.approximate, layer.eps) for layer, _ in self.maps}
+        dtypes = {layer.key_tokens.dtype for layer, _ in self.maps}
+        alike = len(kinds) == len(rules) == len(dtypes) == 1
+        if None in blocks or not alike or model.config._attn_implementation != "sdpa":
+            return
+        self.rule, self.dtype = rule(*rules.pop()), dtypes.pop()
+        self.blocks = (Block * len(blocks))(*blocks)
+        first, attention = blocks[0], model.layers[0].attention
+        self.shape = Shape(
+            width=model.config.hidden_size,
+            heads=first.q.d_out // attention.head_dim,
+            kv_heads=first.k.d_out // attention.head_dim,
+            head_dim=attention.head_dim,
+            scaling=attention.scaling,
+            is_parallel=kinds == {ParallelLayer},
+        )
+        self.most_tokens = max(max(b.q.n + b.k.n + b.v.n, b.o.n, b.ffn.n) for b in blocks)
+        self.threads = threads_for(first.ffn.n * first.ffn.d_in * self.dtype.itemsize)
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """The copy of a cache makes its own."""
+        return
+
+    def __call__(
+        self, hidden: Tensor, rotation: Rotation | None, layers: Sequence[Any]
+    ) -> Tensor | None:
+        rolls = [(layer.rolls["keys"], layer.rolls["values"]) for layer in layers]
+        rooms = {(r.length, r.make_room(1).shape, r.room.dtype) for pair in rolls for r in pair}
+        if len(rooms) != 1:
+            return None
+        (seen, (batch, _, room, _), dtype) = rooms.pop()
+        if batch != 1 or dtype not in (torch.float32, torch.bfloat16):
+            return None
+        for block, (keys, values) in zip(self.blocks, rolls, strict=True):
+            block.cached_keys, block.cached_values = keys.room.data_ptr(), values.room.data_ptr()
+        shape = self.shape
+        shape.seen, shape.room = seen, room
+        cos, sin = (None, None) if rotation is None else (part.float() for part in rotation)
+        shape.rotary_dim = 0 if cos is None else cos.shape[-1]
+        out = hidden.to(torch.float32, copy=True)
+        inner, inner_kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        # Rows of each thread, then what they share: queries, keys, values, attended, outputs, and
+        # the scores of attention.
+        spare = (self.threads + 1) * shape.width + 2 * (inner + inner_kv) + shape.heads * (seen + 1)
+        outputs = max(inner + 2 * inner_kv, shape.width)
+        held, work = workspace(self.threads, self.most_tokens, 3, outputs, spare)
+        function("step", self.dtype)(
+            out.data_ptr(),
+            ctypes.addressof(self.blocks),
+            len(self.blocks),
+            ctypes.addressof(shape),
+            self.rule,
+            None if cos is None else cos.data_ptr(),
+            None if sin is None else sin.data_ptr(),
+            dtype == torch.bfloat16,
+            held[-spare:].data_ptr(),
+            work,
+            self.threads,
+        )
+        for keys, values in rolls:
+            keys.length = values.length = seen + 1
+        return out.to(hidden.dtype)
+
+    def block(self, layer: Any) -> Block | None:
+        if type(layer) not in (SequentialLayer, ParallelLayer):
+            return None
+        attention = layer.attention
+        if type(attention) is not NamedAttention or type(layer.drop_path) is not nn.Identity:
+            return None
+        self.watch(layer, layer._modules, *layer._modules)
+        self.watch(attention, attention._modules, *PROJECTIONS)
+        made = [
+            self.norm(layer.attention_norm),
+            self.norm(layer.ffn_norm),
+            *(self.map(getattr(attention, name)) for name in PROJECTIONS),
+            self.map(layer.ffn),
+        ]
+        return None if None in made else Block(*made)
+
+    def norm(self, module: Any) -> Norm | None:
+        if type(module) not in (LayerNorm, RMSNorm):
+            return None
+        vectors = self.watch(module, module._parameters, "weight", "bias")
+        if any(vector is not None and vector.dtype != torch.float32 for vector in vectors):
+            return None
+        places = [None if vector is None else vector.data_ptr() for vector in vectors]
+        return Norm(*places, module.eps, type(module) is RMSNorm)
+
+    def map(self, module: Any) -> Any:
+        names = MEMORY.get(type(module))
+        if names is None or module.active_tokens is not None or module.backend not in BACKENDS:
+            return None
+        scale = module.scale_tokens
+        if isinstance(scale, Tensor):
+            return None
+        self.maps.append((module, scale))
+        keys, values, *scales = self.watch(module, module._parameters, *names)
+        if not native.suits(keys.new_empty(1, 1, dtype=torch.float32), keys, values):
+            return None
+        if any(scale.dtype != torch.float32 for scale in scales):
+            return None
+        return tokens(keys, values, scale, *scales)
+
+    def watch(self, module: nn.Module, has: dict[str, Any], *names: str) -> list[Any]:
+        """The hooks of a module, and what it has by these names."""
+        self.modules.append(module)
+        self.hooks += [module._forward_hooks, module._forward_pre_hooks]
+        found = [has[name] for name in names]
+        self.parts += [(has, name, part) for name, part in zip(names, found, strict=True)]
+        self.places += [(part, part.data_ptr()) for part in found if isinstance(part, Tensor)]
+        return found
+
+    def is_watched(self) -> bool:
+        """Whether someone has put something of their own in the way of a module's forward."""
+        return any(self.hooks) or any("forward" in module.__dict__ for module in self.modules)
+
+    def is_current(self) -> bool:
+        """Whether the model still is what it was."""
+        return (
+            all(has.get(name) is part for has, name, part in self.parts)
+            and all(tensor.data_ptr() == place for tensor, place in self.places)
+            and all(m.scale_tokens == s and m._active_tokens is None for m, s in self.maps)
+        )

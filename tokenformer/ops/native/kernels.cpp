@@ -1,0 +1,357 @@
+// One token of text at a time, where all there is to do is to read the parameter tokens: each is
+// read once, in the order of memory, by one of the threads. `library.py` builds and loads this.
+//
+// Rows, weights and sums are fp32. Parameter tokens are fp32, bf16, or int8 with a scale each; the
+// cache of attention is fp32 or bf16. One parameter token after the other is fastest: several at
+// once are several streams, which memory serves at half the speed.
+
+#include <cmath>
+#include <cstdint>
+
+#ifdef _OPENMP
+#include <omp.h>
+#else
+static int omp_get_num_threads() { return 1; }
+static int omp_get_thread_num() { return 0; }
+#endif
+
+enum Theta { L2_GELU, GELU_L2, L1_GELU, SOFTMAX };  // in the order of THETAS
+
+// These structs stand again in library.py, field by field.
+struct Rule {
+  int theta, is_tanh;
+  float eps;
+};
+
+struct Tokens {
+  const void *keys, *values;               // [n, d_in], [n, d_out]
+  const float *key_scales, *value_scales;  // [n], of int8
+  long n, d_in, d_out;
+  float scale;
+};
+
+struct Norm {
+  const float *weight, *bias;  // [width], or none
+  float eps;
+  int is_rms;
+};
+
+struct Block {
+  Norm attention_norm, ffn_norm;
+  Tokens q, k, v, o, ffn;
+  void *cached_keys, *cached_values;  // [kv_heads, room, head_dim]
+};
+
+struct Shape {
+  long width, heads, kv_heads, head_dim, rotary_dim, seen, room;
+  float scaling;
+  int is_parallel;
+};
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+static inline float wide(float a) { return a; }
+static inline float wide(int8_t a) { return (float)a; }
+static inline float wide(BFloat16 a) {
+  union {
+    uint32_t bits;
+    float number;
+  } pun = {(uint32_t)a.bits << 16};
+  return pun.number;
+}
+
+static inline void put(float a, float *to) { *to = a; }
+static inline void put(float a, BFloat16 *to) {  // to the nearest, ties to even
+  union {
+    float number;
+    uint32_t bits;
+  } pun = {a};
+  to->bits = std::isnan(a) ? 0x7fc0 : (pun.bits + 0x7fff + (pun.bits >> 16 & 1)) >> 16;
+}
+
+struct Range {
+  long start, stop;
+};
+
+static Range my_share(long n) {
+  long each = (n + omp_get_num_threads() - 1) / omp_get_num_threads();
+  Range mine = {omp_get_thread_num() * each, omp_get_thread_num() * each + each};
+  if (mine.start > n) mine.start = n;
+  if (mine.stop > n) mine.stop = n;
+  return mine;
+}
+
+// Below, every thread of a parallel region calls the same functions.
+static void wait_for_all() {
+#pragma omp barrier
+}
+
+template <typename T>
+static float dot(const float *a, const T *b, long width) {
+  const int LANES = 64;  // so many sums at once: each waits four cycles for its last addition
+  float lanes[LANES] = {}, total = 0;
+  long j = 0;
+  for (; j + LANES <= width; j += LANES) {
+#pragma omp simd
+    for (int k = 0; k < LANES; k++) lanes[k] += a[j + k] * wide(b[j + k]);
+  }
+#pragma omp simd reduction(+ : total)
+  for (int k = 0; k < LANES; k++) total += lanes[k];
+  for (; j < width; j++) total += a[j] * wide(b[j]);
+  return total;
+}
+
+template <typename T>
+static void add(float *sum, float weight, const T *token, long width) {
+#pragma omp simd
+  for (long j = 0; j < width; j++) sum[j] += weight * wide(token[j]);
+}
+
+// x [rows, width] times my tokens [n, width], transposed -> scores [rows, n].
+template <typename T>
+static void score(const float *x, long rows, long width, const T *tokens, const float *scales,
+                  long n, float *scores) {
+  Range mine = my_share(n);
+  for (long i = mine.start; i < mine.stop; i++)
+    for (long r = 0; r < rows; r++) {
+      float found = dot(x + r * width, tokens + i * width, width);
+      scores[r * n + i] = scales ? found * scales[i] : found;
+    }
+}
+
+static float gelu(float a, int is_tanh) {
+  if (is_tanh) return 0.5f * a * (1 + std::tanh(0.7978845608f * (a + 0.044715f * a * a * a)));
+  return 0.5f * a * std::erfc(a * -0.7071067812f);  // 1 + erf, with all digits where it is small
+}
+
+// What my scores of a row add to the norm. `gelu_l2` and `softmax` turn the scores into weights on
+// the way, up to a factor; `top` is the largest score of softmax.
+static float begin_weights(float *scores, Range mine, Rule by, float *top) {
+  float total = 0;
+  *top = -INFINITY;
+  if (by.theta == GELU_L2)
+    for (long i = mine.start; i < mine.stop; i++) scores[i] = gelu(scores[i], by.is_tanh);
+  if (by.theta == GELU_L2 || by.theta == L2_GELU) {
+#pragma omp simd reduction(+ : total)
+    for (long i = mine.start; i < mine.stop; i++) total += scores[i] * scores[i];
+  } else if (by.theta == L1_GELU) {
+#pragma omp simd reduction(+ : total)
+    for (long i = mine.start; i < mine.stop; i++) total += std::fabs(scores[i]);
+  } else {
+    double sum = 0;  // in this order, fp32 would lose digits
+    for (long i = mine.start; i < mine.stop; i++) *top = std::fmax(*top, scores[i]);
+    for (long i = mine.start; i < mine.stop; i++) sum += scores[i] = std::exp(scores[i] - *top);
+    total = (float)sum;
+  }
+  return total;
+}
+
+// With the totals and tops of all threads, `stride` apart: the weights of my tokens.
+static void end_weights(float *scores, Range mine, Rule by, float scale, const float *totals,
+                        const float *tops, long stride) {
+  int threads = omp_get_num_threads(), me = omp_get_thread_num();
+  float total = 0, factor;
+  if (by.theta == SOFTMAX) {
+    float top = -INFINITY;
+    for (int t = 0; t < threads; t++) top = std::fmax(top, tops[t * stride]);
+    for (int t = 0; t < threads; t++) total += totals[t * stride] * std::exp(tops[t * stride] - top);
+    factor = scale / total * std::exp(tops[me * stride] - top);
+  } else {
+    for (int t = 0; t < threads; t++) total += totals[t * stride];
+    float norm = by.theta == L1_GELU ? total : std::sqrt(total);
+    float root = by.theta == L1_GELU ? scale : std::sqrt(scale);
+    factor = norm < 1.0842022e-19f ? 0 : root / (norm + by.eps);  // as theta.py has zero rows
+  }
+  for (long i = mine.start; i < mine.stop; i++) scores[i] *= factor;
+  if (by.theta == L2_GELU || by.theta == L1_GELU)
+    for (long i = mine.start; i < mine.stop; i++) scores[i] = gelu(scores[i], by.is_tanh);
+}
+
+// What the threads share while they work on some Pattentions of one input.
+struct Work {
+  float *scores;  // [rows, all tokens]
+  float *totals;  // [threads, most Pattentions * rows]
+  float *tops;    // [threads, most Pattentions * rows]
+  float *sums;    // [threads, rows, all outputs]
+};
+
+// The Pattentions `of[0..count)` of x [rows, d_in] -> outs[0..count), each [rows, d_out].
+template <typename T>
+static void attend_tokens(const float *x, long rows, const Tokens *const *of, float *const *outs,
+                          int count, Rule by, Work work) {
+  int me = omp_get_thread_num(), threads = omp_get_num_threads();
+  float *scores = work.scores, *totals = work.totals + me * count * rows,
+        *tops = work.tops + me * count * rows;
+  for (int p = 0; p < count; p++) {
+    const Tokens &tokens = *of[p];
+    score(x, rows, tokens.d_in, (const T *)tokens.keys, tokens.key_scales, tokens.n, scores);
+    for (long r = 0; r < rows; r++)
+      totals[p * rows + r] =
+          begin_weights(scores + r * tokens.n, my_share(tokens.n), by, tops + p * rows + r);
+    scores += rows * tokens.n;
+  }
+  wait_for_all();
+  long outputs = 0;
+  for (int p = 0; p < count; p++) outputs += rows * of[p]->d_out;
+  float *mine = work.sums + me * outputs;
+  for (long j = 0; j < outputs; j++) mine[j] = 0;
+  scores = work.scores;
+  for (int p = 0; p < count; p++) {
+    const Tokens &tokens = *of[p];
+    Range some = my_share(tokens.n);
+    for (long r = 0; r < rows; r++)
+      end_weights(scores + r * tokens.n, some, by, tokens.scale, work.totals + p * rows + r,
+                  work.tops + p * rows + r, count * rows);
+    for (long i = some.start; i < some.stop; i++)
+      for (long r = 0; r < rows; r++) {
+        float weight = scores[r * tokens.n + i];
+        if (tokens.value_scales) weight *= tokens.value_scales[i];
+        add(mine + r * tokens.d_out, weight, (const T *)tokens.values + i * tokens.d_out,
+            tokens.d_out);
+      }
+    mine += rows * tokens.d_out;
+    scores += rows * tokens.n;
+  }
+  wait_for_all();
+  const float *sums = work.sums;
+  for (int p = 0; p < count; p++) {
+    Range some = my_share(rows * of[p]->d_out);
+    for (long i = some.start; i < some.stop; i++) {
+      float total = 0;
+      for (int t = 0; t < threads; t++) total += sums[t * outputs + i];
+      outs[p][i] = total;
+    }
+    sums += rows * of[p]->d_out;
+  }
+  wait_for_all();
+}
+
+// Layer norm or RMS norm of x -> out, by every thread for itself.
+static void normalise(const float *x, long width, Norm by, float *out) {
+  float mean = 0, square = 0;
+  if (!by.is_rms) {
+#pragma omp simd reduction(+ : mean)
+    for (long j = 0; j < width; j++) mean += x[j];
+    mean /= width;
+  }
+#pragma omp simd reduction(+ : square)
+  for (long j = 0; j < width; j++) square += (x[j] - mean) * (x[j] - mean);
+  float factor = 1 / std::sqrt(square / width + by.eps);
+  for (long j = 0; j < width; j++)
+    out[j] = (x[j] - mean) * factor * (by.weight ? by.weight[j] : 1) + (by.bias ? by.bias[j] : 0);
+}
+
+// Channel i is paired with channel i + dim / 2, as in positions.py.
+static void rotate(float *head, const float *cos, const float *sin, long dim) {
+  for (long i = 0, j = dim / 2; j < dim; i++, j++) {
+    float first = head[i], second = head[j];
+    head[i] = first * cos[i] - second * sin[i];
+    head[j] = second * cos[j] + first * sin[j];
+  }
+}
+
+// My heads of one query over all that is cached -> out [heads, head_dim].
+template <typename C>
+static void attend_context(const float *queries, const Block &block, const Shape &shape,
+                           float *scores, float *out) {
+  Range mine = my_share(shape.heads);
+  long length = shape.seen + 1, size = shape.head_dim;
+  for (long h = mine.start; h < mine.stop; h++) {
+    long from = h / (shape.heads / shape.kv_heads) * shape.room * size;
+    const C *keys = (const C *)block.cached_keys + from;
+    const C *values = (const C *)block.cached_values + from;
+    float *weights = scores + h * length, *head = out + h * size, top = -INFINITY;
+    double total = 0;
+    for (long t = 0; t < length; t++) {
+      weights[t] = shape.scaling * dot(queries + h * size, keys + t * size, size);
+      top = std::fmax(top, weights[t]);
+    }
+    for (long t = 0; t < length; t++) total += weights[t] = std::exp(weights[t] - top);
+    float share = (float)(1 / total);
+    for (long j = 0; j < size; j++) head[j] = 0;
+    for (long t = 0; t < length; t++) add(head, weights[t] * share, values + t * size, size);
+  }
+}
+
+// The new key and value of my heads, behind those already there.
+template <typename C>
+static void remember(float *keys, const float *values, const float *cos, const float *sin,
+                     const Block &block, const Shape &shape) {
+  Range mine = my_share(shape.kv_heads);
+  long size = shape.head_dim;
+  for (long h = mine.start; h < mine.stop; h++) {
+    rotate(keys + h * size, cos, sin, shape.rotary_dim);
+    long at = (h * shape.room + shape.seen) * size;
+    for (long j = 0; j < size; j++) {
+      put(keys[h * size + j], (C *)block.cached_keys + at + j);
+      put(values[h * size + j], (C *)block.cached_values + at + j);
+    }
+  }
+}
+
+// The new token, hidden [width], through all blocks.
+template <typename T, typename C>
+static void step(float *hidden, const Block *blocks, long count, const Shape &shape, Rule by,
+                 const float *cos, const float *sin, float *room, Work work) {
+  long width = shape.width, inner = shape.heads * shape.head_dim,
+       kv = shape.kv_heads * shape.head_dim;
+  float *normed = room, *queries = normed + omp_get_num_threads() * width,
+        *keys = queries + inner, *values = keys + kv, *attended = values + kv,
+        *out = attended + inner, *scores = out + width;
+  normed += omp_get_thread_num() * width;  // mine; the rest is shared
+  Range part = my_share(width), heads = my_share(shape.heads);
+  for (const Block *block = blocks; block < blocks + count; block++) {
+    normalise(hidden, width, block->attention_norm, normed);
+    const Tokens *qkv[] = {&block->q, &block->k, &block->v};
+    float *found[] = {queries, keys, values};
+    attend_tokens<T>(normed, 1, qkv, found, 3, by, work);
+    for (long h = heads.start; h < heads.stop; h++)
+      rotate(queries + h * shape.head_dim, cos, sin, shape.rotary_dim);
+    remember<C>(keys, values, cos, sin, *block, shape);
+    wait_for_all();
+    attend_context<C>(queries, *block, shape, scores, attended);
+    wait_for_all();
+    const Tokens *o[] = {&block->o}, *ffn[] = {&block->ffn};
+    attend_tokens<T>(attended, 1, o, &out, 1, by, work);
+    if (shape.is_parallel) {  // both branches read the same
+      normalise(hidden, width, block->ffn_norm, normed);
+      wait_for_all();
+    }
+    for (long j = part.start; j < part.stop; j++) hidden[j] += out[j];
+    wait_for_all();
+    if (!shape.is_parallel) normalise(hidden, width, block->ffn_norm, normed);
+    attend_tokens<T>(normed, 1, ffn, &out, 1, by, work);
+    for (long j = part.start; j < part.stop; j++) hidden[j] += out[j];
+    wait_for_all();
+  }
+}
+
+#define EXPORT(T, NAME)                                                                            \
+  extern "C" void linear_##NAME(const float *x, long rows, long d_in, const T *weight,             \
+                                const float *scales, long n, float *out, int threads) {            \
+    _Pragma("omp parallel num_threads(threads)")                                                   \
+        score(x, rows, d_in, weight, scales, n, out);                                              \
+  }                                                                                                \
+                                                                                                   \
+  extern "C" void pattention_##NAME(const float *x, long rows, const Tokens *tokens, Rule by,      \
+                                    Work work, float *out, int threads) {                          \
+    _Pragma("omp parallel num_threads(threads)")                                                   \
+        attend_tokens<T>(x, rows, &tokens, &out, 1, by, work);                                     \
+  }                                                                                                \
+                                                                                                   \
+  extern "C" void step_##NAME(float *hidden, const Block *blocks, long count, const Shape *shape,  \
+                              Rule by, const float *cos, const float *sin, int is_half,            \
+                              float *room, Work work, int threads) {                               \
+    _Pragma("omp parallel num_threads(threads)") {                                                 \
+      if (is_half)                                                                                 \
+        step<T, BFloat16>(hidden, blocks, count, *shape, by, cos, sin, room, work);                \
+      else                                                                                         \
+        step<T, float>(hidden, blocks, count, *shape, by, cos, sin, room, work);                   \
+    }                                                                                              \
+  }
+
+EXPORT(float, f32)
+EXPORT(BFloat16, bf16)
+EXPORT(int8_t, i8)
