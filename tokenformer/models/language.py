@@ -184,6 +184,7 @@ class TokenformerModel(LanguageModel):
 class TokenformerForCausalLM(LanguageModelForCausalLM):
     config: TokenformerConfig
     backbone = TokenformerModel
+    _tp_plan: ClassVar = {"lm_head": "colwise_gather_output"}
 
 
 class TransformerModel(LanguageModel):

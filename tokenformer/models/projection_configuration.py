@@ -5,7 +5,7 @@ A comparison of two models of one modality differs in nothing else.
 
 import math
 from dataclasses import fields
-from typing import Any
+from typing import Any, ClassVar
 
 from tokenformer.models.block_configuration import (
     FOLLOWS,
@@ -35,6 +35,12 @@ class TokenConfig(BlockConfig):
             "k" | "v" | "o" | "ffn": [runs of [how many tokens, factor], or null, per layer]}`.
         theta, theta_eps: the modified softmax and what is added to its norm.
     """
+
+    # By transformers' names: how `from_pretrained(..., tp_plan="auto")` spreads the layers.
+    base_model_tp_plan: ClassVar[dict[str, str] | None] = {
+        **{f"layers.*.attention.{name}": "tokens" for name in "qkvo"},
+        "layers.*.ffn": "tokens",
+    }
 
     qkv_tokens: Tokens = FOLLOWS
     output_tokens: Tokens = FOLLOWS

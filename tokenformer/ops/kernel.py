@@ -31,7 +31,8 @@ class Kernel(Protocol):
     ) -> Grads: ...
 
 
-KERNELS: dict[str, Callable[[str, Scale, str, float], Kernel]] = {
+MakeKernel = Callable[[str, Scale, str, float], Kernel]
+KERNELS: dict[str, MakeKernel] = {
     "direct": Direct,
     "streamed": streamed,
     "triton": Fused,
@@ -60,7 +61,7 @@ def run(
             found = KERNELS[kernel](theta, scale, approximate, eps)
             out = found.forward(rows, keys, values, keep=False)[0]
     else:
-        out = ByHand.apply(rows, keys, values, scale, kernel, options)
+        out = ByHand.apply(rows, keys, values, scale, KERNELS[kernel], options)
     return out.reshape(*x.shape[:-1], values.shape[1])
 
 
@@ -89,15 +90,15 @@ class ByHand(torch.autograd.Function):
         keys: Tensor,
         values: Tensor,
         scale: Scale,
-        kernel: str,
+        make: MakeKernel,
         options: tuple[str, str, float],
     ) -> Tensor:
         theta, approximate, eps = options
         with as_they_are(x):
-            out, kept = KERNELS[kernel](theta, scale, approximate, eps).forward(x, keys, values)
+            out, kept = make(theta, scale, approximate, eps).forward(x, keys, values)
         moves = isinstance(scale, Tensor)
         ctx.save_for_backward(x, keys, values, *kept, *([scale] if moves else []))
-        ctx.scale, ctx.kernel, ctx.options = None if moves else scale, kernel, options
+        ctx.scale, ctx.make, ctx.options = None if moves else scale, make, options
         return out
 
     @staticmethod
@@ -108,7 +109,7 @@ class ByHand(torch.autograd.Function):
         if torch.is_grad_enabled():  # the gradient itself is to have a gradient
             grads = by_autograd(grad, x, keys, values, scale, theta, approximate, eps)
         else:
-            kernel = KERNELS[ctx.kernel](theta, scale, approximate, eps)
+            kernel = ctx.make(theta, scale, approximate, eps)
             with as_they_are(x):
                 grads = kernel.backward(grad.contiguous(), x, keys, values, tuple(kept))
         dscale = None if ctx.scale is not None else grads[3].to(scale.dtype).reshape(scale.shape)

@@ -6,7 +6,6 @@ a few rows at a time, which a core's cache holds: the passes then cost little be
 """
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,25 +24,59 @@ Grads = tuple[Tensor, Tensor, Tensor, Tensor]
 """Of rows, keys, values and scale."""
 
 
-class Rule(Protocol):
+class Rule:
+    """A theta. Of all the scores of a row it needs to know a number or two, and in its backward
+    pass a sum; processes that have some of the tokens each exchange those (`sharded.py`)."""
+
     numbers: int
     """How many statistics there are."""
+    measures = 1
+    """How many of them must be measured over all scores of a row."""
 
-    def __init__(self, scale: Scale, approximate: str, eps: float) -> None: ...
+    def __init__(self, scale: Scale, approximate: str, eps: float) -> None:
+        self.scale, self.approximate, self.eps = scale, approximate, eps
 
-    def weigh(self, scores: Tensor, weights: Tensor) -> Stats:
-        """Fill `weights` [R, n] from scores [R, n]; both may be the same tensor."""
-        ...
+    def measure(self, scores: Tensor, work: Tensor) -> Tensor:
+        """The numbers [R, measures] to know of scores [R, n]. `work`, as large, is spoilt."""
+        raise NotImplementedError
+
+    def join(self, parts: Tensor) -> Tensor:
+        """Those numbers of all tokens, from those [P, R, measures] of parts of them."""
+        raise NotImplementedError
+
+    def weigh(self, scores: Tensor, weights: Tensor, measured: Tensor | None = None) -> Stats:
+        """Fill `weights` [R, n] from scores [R, n]; both may be the same tensor. `measured`: of all
+        tokens, where these are some of them."""
+        raise NotImplementedError
 
     def backward(
         self, scores: Tensor, grad: Tensor, weights: Tensor, work: Tensor, stats: Stats
     ) -> Tensor:
         """Turn `grad` from that of the weights into that of the scores, and fill `weights` with the
         weights again. Returns the gradient of the scale, a number a row. `work` is spoilt."""
-        ...
+        along = self.begin_backward(scores, grad, weights, work, stats)
+        return self.end_backward(scores, grad, weights, work, stats, along)
+
+    def begin_backward(
+        self, scores: Tensor, grad: Tensor, weights: Tensor, work: Tensor, stats: Stats
+    ) -> Tensor:
+        """`backward` until it needs a sum [R, 1] over all tokens; returns it over these."""
+        raise NotImplementedError
+
+    def end_backward(
+        self,
+        scores: Tensor,
+        grad: Tensor,
+        weights: Tensor,
+        work: Tensor,
+        stats: Stats,
+        along: Tensor,
+    ) -> Tensor:
+        """The rest of it, with that sum."""
+        raise NotImplementedError
 
 
-class GeluOfNormed:
+class GeluOfNormed(Rule):
     """l2_gelu, W = gelu(f A) with f = sqrt(s) / (||A|| + eps), and what l1_gelu shares with it."""
 
     numbers = 2
@@ -51,24 +84,40 @@ class GeluOfNormed:
     power = 0.5
 
     def __init__(self, scale: Scale, approximate: str, eps: float) -> None:
-        self.scale, self.approximate, self.eps = scale, approximate, eps
+        super().__init__(scale, approximate, eps)
         self.root = scale**self.power
 
-    def weigh(self, scores: Tensor, weights: Tensor) -> Stats:
-        norm = torch.linalg.vector_norm(scores, self.order, dim=-1, keepdim=True)
+    def measure(self, scores: Tensor, work: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(scores, self.order, dim=-1, keepdim=True)
+
+    def join(self, parts: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(parts, self.order, dim=0)
+
+    def weigh(self, scores: Tensor, weights: Tensor, measured: Tensor | None = None) -> Stats:
+        norm = self.measure(scores, weights) if measured is None else measured
         norm = zero_is_infinite(norm)
         factor = self.root / (norm + self.eps)
         gelu_(torch.mul(scores, factor, out=weights), self.approximate)
         return factor, norm
 
-    def backward(
+    def begin_backward(
         self, scores: Tensor, grad: Tensor, weights: Tensor, work: Tensor, stats: Stats
     ) -> Tensor:
-        factor, norm = stats
-        torch.mul(scores, factor, out=weights)
+        torch.mul(scores, stats[0], out=weights)
         gelu_backward_(grad, weights, self.approximate)
         gelu_(weights, self.approximate)
-        along = torch.mul(grad, scores, out=work).sum(1, keepdim=True)  # dL / df
+        return torch.mul(grad, scores, out=work).sum(1, keepdim=True)  # dL / df
+
+    def end_backward(
+        self,
+        scores: Tensor,
+        grad: Tensor,
+        weights: Tensor,
+        work: Tensor,
+        stats: Stats,
+        along: Tensor,
+    ) -> Tensor:
+        factor, norm = stats
         shrink = along * factor**2 / self.root
         grad.mul_(factor)
         self.lengthen(scores, grad, shrink, norm, work)
@@ -93,27 +142,44 @@ class L1Gelu(GeluOfNormed):
         grad.addcmul_(torch.sign(scores, out=work), shrink, value=-1)
 
 
-class GeluL2:
+class GeluL2(Rule):
     """W = f gelu(A), f = sqrt(s) / (||gelu(A)|| + eps)."""
 
     numbers = 2
 
-    def __init__(self, scale: Scale, approximate: str, eps: float) -> None:
-        self.scale, self.approximate, self.eps = scale, approximate, eps
+    def measure(self, scores: Tensor, work: Tensor) -> Tensor:
+        gelu(scores, work, self.approximate)
+        return torch.linalg.vector_norm(work, dim=-1, keepdim=True)
 
-    def weigh(self, scores: Tensor, weights: Tensor) -> Stats:
-        gelu(scores, weights, self.approximate)
-        norm = zero_is_infinite(torch.linalg.vector_norm(weights, dim=-1, keepdim=True))
+    def join(self, parts: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(parts, dim=0)
+
+    def weigh(self, scores: Tensor, weights: Tensor, measured: Tensor | None = None) -> Stats:
+        if measured is None:
+            measured = self.measure(scores, weights)
+        else:
+            gelu(scores, weights, self.approximate)
+        norm = zero_is_infinite(measured)
         factor = self.scale**0.5 / (norm + self.eps)
         weights.mul_(factor)
         return factor, norm
 
-    def backward(
+    def begin_backward(
         self, scores: Tensor, grad: Tensor, weights: Tensor, work: Tensor, stats: Stats
     ) -> Tensor:
-        factor, norm = stats
         gelu(scores, weights, self.approximate)
-        along = torch.mul(grad, weights, out=work).sum(1, keepdim=True)  # dL / df
+        return torch.mul(grad, weights, out=work).sum(1, keepdim=True)  # dL / df
+
+    def end_backward(
+        self,
+        scores: Tensor,
+        grad: Tensor,
+        weights: Tensor,
+        work: Tensor,
+        stats: Stats,
+        along: Tensor,
+    ) -> Tensor:
+        factor, norm = stats
         shrink = along * factor**2 / (self.scale**0.5 * norm)
         grad.mul_(factor).addcmul_(weights, shrink, value=-1)
         gelu_backward_(grad, scores, self.approximate)
@@ -121,27 +187,50 @@ class GeluL2:
         return along * factor / 2 / self.scale
 
 
-class Softmax:
+class Softmax(Rule):
     """W = s exp(A) / sum exp(A). The largest score and the sum are kept apart: of large scores the
     logarithm of the sum has too few digits for shares that add up to one."""
 
     numbers = 2
+    measures = 2
 
-    def __init__(self, scale: Scale, approximate: str, eps: float) -> None:
-        self.scale = scale
-
-    def weigh(self, scores: Tensor, weights: Tensor) -> Stats:
+    def measure(self, scores: Tensor, work: Tensor) -> Tensor:
+        if not scores.shape[-1]:
+            return torch.cat([scores.new_full((len(scores), 1), v) for v in (-math.inf, 0.0)], 1)
         largest = scores.amax(-1, keepdim=True)
-        total = torch.sub(scores, largest, out=weights).exp_().sum(-1, keepdim=True)
+        total = torch.sub(scores, largest, out=work).exp_().sum(-1, keepdim=True)
+        return torch.cat([largest, total], dim=1)
+
+    def join(self, parts: Tensor) -> Tensor:
+        tops, totals = parts.split(1, dim=-1)
+        largest = tops.amax(0)
+        return torch.cat([largest, ((tops - largest).exp() * totals).sum(0)], dim=-1)
+
+    def weigh(self, scores: Tensor, weights: Tensor, measured: Tensor | None = None) -> Stats:
+        if measured is None:
+            largest, total = self.measure(scores, weights).split(1, dim=1)
+        else:
+            largest, total = measured.split(1, dim=1)
+            torch.sub(scores, largest, out=weights).exp_()
         weights.mul_(self.scale / total)
         return largest, total
 
-    def backward(
+    def begin_backward(
         self, scores: Tensor, grad: Tensor, weights: Tensor, work: Tensor, stats: Stats
     ) -> Tensor:
         largest, total = stats
         torch.sub(scores, largest, out=weights).exp_().div_(total)
-        along = torch.mul(grad, weights, out=work).sum(1, keepdim=True)
+        return torch.mul(grad, weights, out=work).sum(1, keepdim=True)
+
+    def end_backward(
+        self,
+        scores: Tensor,
+        grad: Tensor,
+        weights: Tensor,
+        work: Tensor,
+        stats: Stats,
+        along: Tensor,
+    ) -> Tensor:
         weights.mul_(self.scale)
         grad.sub_(along).mul_(weights)
         return along

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from tokenformer.train.tensors import by_mesh
+
 
 class WeightAverage:
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -23,9 +25,9 @@ class WeightAverage:
     def update(self, step: int) -> None:
         """Take in the weights after optimizer step number `step`, counted from 1."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(
-            list(self.tensors.values()), list(self.parameters.values()), 1.0 - decay
-        )
+        averages, weights = by_mesh(self.tensors.values()), by_mesh(self.parameters.values())
+        for some, fresh in zip(averages, weights, strict=True):
+            torch._foreach_lerp_(some, [*fresh], 1.0 - decay)
 
     def stored(self) -> dict[str, Tensor]:
         """By the names that a checkpoint keeps them under."""

@@ -9,21 +9,28 @@ and optimizer; `run` saves and restores them between steps.
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from tokenformer.growth.prefix import set_active_share
 from tokenformer.train.average import WeightAverage
-from tokenformer.train.distribution import device, distribute, hold_gradients, largest, total
+from tokenformer.train.distribution import (
+    device,
+    distribute,
+    gather_anew,
+    hold_gradients,
+    largest,
+    total,
+)
+from tokenformer.train.mesh import make_mesh
 from tokenformer.train.metrics import Row
 from tokenformer.train.nested import NestedDropout
-from tokenformer.train.optimizer import make_optimizer, set_rate
+from tokenformer.train.optimizer import clip_gradients, make_optimizer, set_rate
 from tokenformer.train.options import OptimizerOptions, RunOptions, ScheduleOptions
-from tokenformer.train.ranks import Ranks
 from tokenformer.train.row_rates import RowRates
 from tokenformer.train.schedule import rate_factor
 from tokenformer.train.spikes import SpikeWatch
@@ -58,16 +65,17 @@ class Loop:
         self.task, self.run, self.schedule = task, run, schedule
         self.first_step, self.last_step = first_step, first_step + run.steps
         self.peak_rate, self.clip_norm = optimizer.learning_rate, optimizer.clip_norm
-        self.ranks = Ranks()
+        self.device = device()
+        self.mesh = make_mesh(run.tensor_parallel, self.device.type)
+        self.ranks = self.mesh.data
         if run.batch_size % self.ranks.count:
             raise ValueError(
                 f"batch_size={run.batch_size} must be a multiple of the {self.ranks.count} "
                 "processes that share it"
             )
-        self.device = device()
         if run.activation_checkpointing:
             task.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.module = distribute(task.model, task.module, run.parallel, run.seed)
+        self.module = distribute(task.model, task.module, run.parallel, run.seed, self.mesh)
         self.optimizer = make_optimizer(task.model, optimizer)
         self.rows = RowRates(task.model)
         self.average = WeightAverage(task.model, run.ema) if run.ema is not None else None
@@ -159,7 +167,7 @@ class Loop:
                 # DDP and FSDP average over the ranks; the mean over the batch needs their sum.
                 self.scaler.scale(loss * (self.ranks.count / tokens)).backward()
             summed += loss.item()
-        return total(summed) / tokens
+        return total(summed, self.ranks) / tokens
 
     def expect(self, begin: int, done: int, share: int) -> None:
         """Tell the task what comes after `done` samples of this rank's share of a batch."""
@@ -170,8 +178,7 @@ class Loop:
 
     def clip(self) -> float:
         limit = self.clip_norm if self.clip_norm is not None else float("inf")
-        norm = nn.utils.clip_grad_norm_(self.task.model.parameters(), limit)
-        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        return clip_gradients(self.task.model, limit)
 
     def validate(self) -> float:
         """Mean loss over the held-out samples."""
@@ -188,7 +195,7 @@ class Loop:
             for place, batch in enumerate(self.held_out):
                 # Every rank calls the model equally often: sharded models wait for each other.
                 mine = place % self.ranks.count == self.ranks.index
-                if mine or self.run.parallel == "fsdp":
+                if mine or isinstance(self.module, FSDPModule):
                     with self.autocast():
                         found = self.module(batch.to(self.device)).reshape(-1).tolist()
                     if mine:
@@ -196,11 +203,19 @@ class Loop:
                         sums = [a + b for a, b in zip(before, found, strict=True)]
         self.task.model.train()
         sums += [0.0] * (largest(len(sums)) - len(sums))  # of a rank that had nothing to do
-        return [total(one) / (samples * self.task.tokens_per_sample) for one in sums]
+        count = samples * self.task.tokens_per_sample
+        return [total(one, self.ranks) / count for one in sums]
 
-    def averaged(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
         """The model as it is validated and exported: with the average of its weights, if any."""
-        return nullcontext() if self.average is None else self.average.in_place()
+        if self.average is None:
+            yield
+            return
+        with self.average.in_place():
+            gather_anew(self.module)
+            yield
+        gather_anew(self.module)
 
     def autocast(self) -> AbstractContextManager[None]:
         dtype = PRECISIONS.get(self.run.precision)

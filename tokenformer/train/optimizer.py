@@ -1,12 +1,15 @@
 """AdamW with its parameters in groups: decay on matrices alone, rates and freezing by name."""
 
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tokenformer.layers.pattention import Pattention
 from tokenformer.train.options import OptimizerOptions
+from tokenformer.train.tensors import by_mesh, mesh_of
 
 
 def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.Optimizer:
@@ -14,7 +17,7 @@ def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.O
 
     Parameters whose rate is 0 are frozen: they need no gradient and get no decay.
     """
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[float, bool, Any], list[nn.Parameter]] = {}
     names = [name for name, _ in model.named_parameters()]
     for pattern in options.rates:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -24,7 +27,8 @@ def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.O
         rate = rate_of(name, options) * scales.get(name, 1.0)
         parameter.requires_grad_(rate > 0)
         if rate > 0:
-            groups.setdefault((rate, parameter.ndim >= 2), []).append(parameter)
+            kind = (rate, parameter.ndim >= 2, mesh_of(parameter))
+            groups.setdefault(kind, []).append(parameter)
     if not groups:
         raise ValueError(f"rates={options.rates} freeze every parameter; nothing is left to train")
     return torch.optim.AdamW(
@@ -34,7 +38,7 @@ def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.O
                 "weight_decay": options.weight_decay if is_matrix else 0.0,
                 "rate_factor": rate,
             }
-            for (rate, is_matrix), parameters in groups.items()
+            for (rate, is_matrix, _), parameters in groups.items()
         ],
         lr=options.learning_rate,
         betas=options.betas,
@@ -64,3 +68,16 @@ def rate_of(name: str, options: OptimizerOptions) -> float:
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate * group["rate_factor"]
+
+
+def clip_gradients(model: nn.Module, limit: float) -> float:
+    """Shorten the gradient of all parameters together to `limit`; returns its norm before."""
+    groups = by_mesh(p for p in model.parameters() if p.grad is not None)
+    norms = []
+    for group in groups:
+        norm = nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    whole: Tensor = norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
+    for group in groups:
+        nn.utils.clip_grads_with_norm_(group, limit, whole)
+    return whole.item()

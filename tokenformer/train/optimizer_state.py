@@ -88,11 +88,14 @@ def match_groups(model: nn.Module, optimizer: Optimizer, saved: Groups) -> Group
         if unknown:
             raise CheckpointError(f"it has no optimizer state for {unknown[0]}")
         homes = sorted({places.pop(name) for name in named})
-        if len(homes) > 1:
+        options = [saved[home]["options"] for home in homes] or [{}]
+        if any(other != options[0] for other in options):
             raise CheckpointError(
                 f"group {index} of the optimizer mixes parameters of the saved groups {homes}"
             )
-        matched.append(saved[homes[0]] if homes else {"options": {}, "state": {}})
+        # Groups that differ in nothing but the mesh of their parameters are one elsewhere.
+        state = {name: kept for home in homes for name, kept in saved[home]["state"].items()}
+        matched.append({"options": options[0], "state": state})
     if places:
         raise CheckpointError(
             f"its optimizer state for {min(places)} has no place in the optimizer"

@@ -113,6 +113,9 @@ class RunOptions:
     activation_checkpointing: bool = False
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
     """Under torchrun: replicate (ddp, the default) or shard (fsdp)."""
+    tensor_parallel: int = 1
+    """Under torchrun: so many processes share the parameter tokens of every layer, a slice each,
+    and see the same samples; such groups share the batch, by fsdp."""
     nested: list[float] | None = None
     """Train prefixes of the tokens too: each step with one of these shares of them, such as
     [0.25, 0.5, 1.0], so that a prefix is a working smaller model."""
@@ -132,6 +135,9 @@ class RunOptions:
         require(self, 1, "steps", "batch_size", "validate_every", "validation_sequences")
         require(self, 1, "checkpoint_every", "keep_last")
         require(self, 0, "seed")
+        require(self, 1, "tensor_parallel")
+        if self.tensor_parallel > 1:
+            self._check_tensor_parallel()
         if self.micro_batch_size is not None:
             require(self, 1, "micro_batch_size")
         if self.nested is not None and not all(0 < share <= 1 for share in self.nested):
@@ -140,6 +146,18 @@ class RunOptions:
             raise ValueError(f"ema={self.ema} must be between 0 and 1, or null")
         if not self.spike_factor > 1:
             raise ValueError(f"spike_factor={self.spike_factor} must be above 1")
+
+    def _check_tensor_parallel(self) -> None:
+        # DDP takes no spread tensors, torch's gradient scaler no mix of spread and other ones.
+        for name, refused, others in (
+            ("parallel", "ddp", "auto or fsdp"),
+            ("precision", "fp16", "fp32 or bf16"),
+        ):
+            if getattr(self, name) == refused:
+                raise ValueError(
+                    f"{name}={refused} does not go with tensor_parallel={self.tensor_parallel}; "
+                    f"choose {others}"
+                )
 
 
 @dataclass

@@ -149,6 +149,7 @@ class Run:
             self.report(f"stage {self.stage.index + 1}: {report}")
             if self.ranks.first:
                 report.save(self.folder / f"growth-{self.stage.index + 1}.json")
+        loop.mesh.share_generators()
         loop.progress = Progress(**state["progress"])
         loop.task.model.train()
         self.best = None if state["best"] is None else (state["best"][0], state["best"][1])

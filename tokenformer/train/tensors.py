@@ -1,8 +1,8 @@
 """The tensors of a model by name, whatever wraps it (DDP, FSDP2, torch.compile), and what storing
 tensors asks of them."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tokenformer.train.ranks import CheckpointError
+
+T = TypeVar("T", bound=Tensor)
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -46,6 +48,19 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def mesh_of(tensor: Tensor) -> Any:
+    """What a tensor is spread over; None if this process has it whole."""
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None
+
+
+def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
+    """Tensors in lists as torch's operations on lists take them: none mixes two meshes."""
+    found: dict[Any, list[T]] = {}
+    for tensor in tensors:
+        found.setdefault(mesh_of(tensor), []).append(tensor)
+    return [*found.values()]
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
