@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 import tokenformer
 from tokenformer.layers import Pattention
 from tokenformer.layers.int8 import Int8Pattention, rounded, widened
+from tokenformer.models import language, step
 from tokenformer.models.loading import load_for_training
+from tokenformer.ops.native.library import library
 
 Make = Callable[..., Any]
 INT8 = tokenformer.TokenQuantization()
@@ -86,12 +88,26 @@ def bytes_of(model: Any) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_speaking_says_what_reading_says(folder, dtype):
-    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=INT8, dtype=dtype)
+@pytest.mark.parametrize("way", ["rounded", "kept", "cast"])
+def test_speaking_says_what_reading_says(folder, dtype, way, tmp_path, monkeypatch):
+    """As it is loaded, from a folder of int8, and given another type afterwards."""
+    first = torch.float32 if way == "cast" else dtype
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=INT8, dtype=first)
+    if way == "kept":
+        model.save_pretrained(tmp_path / "int8")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "int8", dtype=dtype)
+    elif way == "cast":
+        model.to(dtype)
+    assert model.lm_head.scales.dtype == model.model.layers[0].ffn.key_scales.dtype == torch.float32
+    taken: list[bool] = []
+    monkeypatch.setattr(
+        language, "take_step", lambda *a: taken.append((s := step.take_step(*a)) is not None) or s
+    )
     bounds = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
     said = model.generate(prompt(), output_logits=True, return_dict_in_generate=True, **bounds)
     with torch.no_grad():
         wanted = model(said.sequences, use_cache=False).logits[0, 19:-1].float()
+    assert taken == [False] + (29 * [library() is not None]) + [False]
     share = 0.03 if dtype == torch.bfloat16 else 1e-5
     assert (torch.cat(said.logits) - wanted).abs().max() < share * wanted.abs().max()
 
@@ -136,6 +152,8 @@ def test_what_cannot_be_had_is_told(make_model, folder, tmp_path):
         tokenformer.merge(small, small)
     with pytest.raises(ValueError, match=refusal):
         tokenformer.take_prefix(small, 0.5)
+    with pytest.raises(ValueError, match=refusal):
+        tokenformer.set_active_share(small, 0.5)
     small.save_pretrained(tmp_path / "small")
     with pytest.raises(ValueError, match="has rounded numbers"):
         load_for_training(tokenformer.TokenformerForCausalLM, str(tmp_path / "small"))

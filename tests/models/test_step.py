@@ -1,11 +1,15 @@
 """A token through all blocks in native code says what the blocks say."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -113,10 +117,13 @@ def test_hooks_see_every_token(make_model: Make, taken: list[bool]):
     assert any(taken)
 
 
-def test_hidden_states_and_attentions_are_handed_out(make_model: Make):
+def test_hidden_states_and_attentions_are_handed_out(make_model: Make, taken: list[bool]):
     model = make_model("tokenformer").float()
     said = speak(model, prompt(), 4, output_hidden_states=True)
     assert [len(states) for states in said.hidden_states] == 4 * [3]
+    assert not any(taken)
+    speak(model, prompt(), 4)
+    assert taken[-3:] == 3 * [True], "the hooks of transformers are still there, and asleep"
     model.set_attn_implementation("eager")
     said = speak(model, prompt(), 4, output_attentions=True)
     assert [weights[0].shape[-1] for weights in said.attentions] == [5, 6, 7, 8]
@@ -142,6 +149,103 @@ def test_what_only_python_can_do_is_left_to_it(make_model: Make, taken: list[boo
         assert not any(taken)
 
 
+def test_parameters_that_others_took_away(make_model: Make, taken: list[bool]):
+    """torch's own pruning leaves a layer its type, and its tokens as plain tensors."""
+    model = make_model("tokenformer", tie_word_embeddings=False).float()
+    nn.utils.prune.random_unstructured(model.model.layers[1].ffn, "key_tokens", 0.5)
+    said = speak(model, prompt(), 8)
+    assert not any(taken)
+    with torch.no_grad():
+        wanted = model(said.sequences, use_cache=False).logits[0, 4:-1]
+    torch.testing.assert_close(torch.cat(said.logits), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_hooks_on_all_modules_see_every_token(make_model: Make, taken: list[bool]):
+    model = make_model("tokenformer").float()
+    seen: list[str] = []
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda module, inputs, output: seen.append(type(module).__name__)
+    )
+    speak(model, prompt(), 6)
+    hook.remove()
+    assert seen.count("Pattention") == 6 * 2 * 5
+    assert not any(taken)
+
+
+def test_a_cache_that_goes_on_with_another_model(make_model: Make, taken: list[bool]):
+    first, second = (make_model("tokenformer", tie_word_embeddings=False).float() for _ in "ab")
+    with torch.no_grad():
+        second.model.layers[0].ffn.value_tokens.mul_(-1)
+    said = speak(first, prompt(), 6)
+    ids = torch.cat([said.sequences, prompt(1)], dim=1)
+    cache, other = said.past_key_values, copy.deepcopy(said.past_key_values)
+    found = speak(second, ids, 6, past_key_values=cache)
+    assert taken[-1]
+    second.model.layers[0].ffn.backend = "reference"
+    wanted = speak(second, ids, 6, past_key_values=other)
+    assert not taken[-1]
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(torch.cat(found.logits), torch.cat(wanted.logits), **close)
+
+
+def test_neither_caches_nor_models_are_held(make_model: Make, tmp_path):
+    model = make_model("tokenformer").float()
+    cache = speak(model, prompt(), 6).past_key_values
+    torch.save(cache, tmp_path / "cache.pt")
+    watched = weakref.ref(model)
+    del model
+    gc.collect()
+    assert watched() is None
+    assert cache.get_seq_length() == 10
+
+
+def test_other_defaults_of_torch(make_model: Make, taken: list[bool]):
+    """Memory for native code is fp32 on the CPU, whatever torch would make."""
+    model = make_model("tokenformer", tie_word_embeddings=False).float()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        said = speak(model, prompt())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(taken[1:])
+    assert_true(model, said, 5)
+
+
+def test_threads_that_speak_with_one_model(make_model: Make):
+    model = make_model("tokenformer", tie_word_embeddings=False, num_hidden_layers=4).float()
+    prompts = [prompt(length) for length in (2, 3, 4, 5)]
+    alone = [speak(model, ids).sequences for ids in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        together = pool.map(lambda ids: speak(model, ids).sequences, prompts * 3)
+        for found, wanted in zip(together, alone * 3, strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_a_cache_that_is_begun_anew(make_model: Make, taken: list[bool]):
+    model = make_model("tokenformer", tie_word_embeddings=False).float()
+    first = speak(model, prompt(), 12)
+    first.past_key_values.reset()
+    again = speak(model, prompt(), 12, past_key_values=first.past_key_values)
+    assert torch.equal(again.sequences, first.sequences)
+    assert sum(taken) == 22
+
+
+def test_guessing_ahead(make_model: Make):
+    """Prompt lookup crops the cache wherever a guess was wrong."""
+    model = make_model("tokenformer", tie_word_embeddings=False).float()
+    bounds = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    wanted = model.generate(prompt(9), **bounds)
+    assert torch.equal(model.generate(prompt(9), prompt_lookup_num_tokens=3, **bounds), wanted)
+
+
+def test_a_cache_under_autograd_keeps_its_graph(make_model: Make):
+    model = make_model("tokenformer", tie_word_embeddings=False).float()
+    cache = speak(model, prompt(), 4).past_key_values
+    outputs = [model(prompt(2), past_key_values=cache).logits for _ in range(2)]
+    torch.stack([out.sum() for out in outputs]).sum().backward()
+    assert model.model.layers[0].ffn.key_tokens.grad.isfinite().all()
+
+
 def test_a_forward_of_the_users_own_is_called(make_model: Make, taken: list[bool]):
     model = make_model("tokenformer", tie_word_embeddings=False).float()
     ffn = model.model.layers[1].ffn
@@ -157,7 +261,9 @@ def test_a_model_that_changes_while_its_cache_lives(make_model: Make, taken: lis
     """Weights in place, weights elsewhere, another layer, another scale: each is seen at once."""
     model = make_model("tokenformer", tie_word_embeddings=False).float()
     cache, other = (with_room(DynamicCache(config=model.config)) for _ in range(2))
-    ids = prompt(12)
+    ids = prompt(20)
+    twin = copy.deepcopy(model.model.layers[0])
+    twin.attention.layer_idx = 1
     ffn = model.model.layers[1].ffn
     changes = [
         lambda: ffn.key_tokens.mul_(-1),
@@ -165,6 +271,8 @@ def test_a_model_that_changes_while_its_cache_lives(make_model: Make, taken: lis
         lambda: setattr(ffn, "key_tokens", nn.Parameter(-ffn.key_tokens.detach())),
         lambda: setattr(ffn, "scale_tokens", 99.0),
         lambda: setattr(model.model.layers[0], "ffn", copy.deepcopy(ffn)),
+        lambda: model.model.layers.__setitem__(1, twin),
+        lambda: [setattr(m, "eps", 0.5) for m in model.modules() if hasattr(m, "theta")],
         lambda: model.bfloat16().float(),
         lambda: None,
     ]

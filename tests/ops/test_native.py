@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from tokenformer.layers import Linear, Pattention
+from tokenformer.layers.int8 import Int8Linear, Int8Pattention
 from tokenformer.ops import THETAS, choice, pattention
 from tokenformer.ops.native import linear, rows
 from tokenformer.ops.native.library import library
@@ -131,6 +134,27 @@ def test_a_matrix(dtype):
 
 
 @needs_compiler
+def test_a_row_of_another_width_is_refused_as_ever():
+    layer, small = Linear(8, 20, bias=False), Int8Linear(Linear(8, 20, bias=False))
+    for width in (4, 16):
+        for module in (layer, small):
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                module(torch.ones(1, width))
+        with pytest.raises(ValueError, match="last dimension of x"):
+            Int8Pattention(Pattention(8, 8, 20))(torch.ones(1, width))
+
+
+@needs_compiler
+def test_a_traced_layer_computes():
+    layer = Pattention(8, 8, 20).requires_grad_(False)
+    x, other = torch.randn(2, 8), torch.randn(2, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(layer, x)
+    torch.testing.assert_close(traced(other), layer(other))
+
+
+@needs_compiler
 def test_auto_takes_it_only_where_it_can():
     x, keys, values = draw((2, 6), (30, 6), (30, 5))
 
@@ -193,12 +217,29 @@ def test_processes_that_build_it_at_once(tmp_path):
     assert len(list((tmp_path / "tokenformer").iterdir())) == 1, "one library, nothing left over"
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "true"])
-def test_without_a_compiler_nothing_is_lost_but_speed(tmp_path, compiler):
-    """One that is not there, one that fails, and one that writes nothing."""
-    process = start(tmp_path, compiler)
+@needs_compiler
+def test_a_compiler_of_several_words(tmp_path):
+    process = start(tmp_path, "env c++ -w")
+    out, errors = process.communicate()
+    assert (process.returncode, out.strip()) == (0, "True"), errors
+
+
+@needs_compiler
+def test_a_library_that_others_may_write_is_not_loaded(tmp_path):
+    (tmp_path / "tokenformer").mkdir()
+    (tmp_path / "tokenformer").chmod(0o777)
+    process = start(tmp_path)
     out, errors = process.communicate()
     assert (process.returncode, out.strip()) == (0, "False"), errors
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "true", " ", '"'])
+def test_without_a_compiler_nothing_is_lost_but_speed(tmp_path, compiler):
+    """One that is not there, one that fails, one that writes nothing, and no words."""
+    process = start(tmp_path, compiler)
+    out, errors = process.communicate()
+    built = str(compiler == " " and library() is not None)  # as if none were named
+    assert (process.returncode, out.strip()) == (0, built), errors
     assert not errors
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenformer.cli.errors import InputError
+from tokenformer.cli.model import check_bits, load_model
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,13 +86,13 @@ def evaluate(
         batch_size=batch_size,
         limit=limit,
     )
+    check_bits(bits)
     if bits is not None and images is not None:
         raise InputError("--bits is for language models, not with --images")
     names = None if tasks is None else task_names(tasks)
 
     from rich.console import Console
 
-    from tokenformer.cli.model import load_model
     from tokenformer.data.errors import DataError
 
     # Bound to its stream: while lm-eval works, what it prints is kept from ours.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenformer.cli.errors import InputError
+from tokenformer.cli.model import check_bits, load_model
 from tokenformer.cli.terminal import printable
 
 
@@ -44,6 +45,7 @@ def generate(
         json: Print one JSON document: a list of prompts and what was added.
     """
     check(max_new_tokens, temperature, top_k, top_p, seed)
+    check_bits(bits)
     if repetition_penalty is not None and not repetition_penalty > 0:
         raise InputError(f"--repetition_penalty {repetition_penalty} must be above 0")
     if stop == "":
@@ -53,8 +55,6 @@ def generate(
         raise InputError("nothing to go on with; give --prompt TEXT or --prompts FILE")
 
     import torch
-
-    from tokenformer.cli.model import load_model
 
     loaded, tokenizer = load_model(model, bits)
     chosen: dict[str, Any] = {"do_sample": False}

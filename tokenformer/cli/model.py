@@ -13,10 +13,13 @@ def load_model(name: str, bits: int | None = None) -> tuple[Any, Any]:
 
     from tokenformer import TokenQuantization
 
-    if bits not in (None, 8):
-        raise InputError(f"--bits {bits}: tokens are rounded to 8 bits or not at all")
     options = {} if bits is None else {"quantization_config": TokenQuantization(bits)}
     return load_pair(name, AutoModelForCausalLM, AutoTokenizer, "tokenizer", **options)
+
+
+def check_bits(bits: int | None) -> None:
+    if bits not in (None, 8):
+        raise InputError(f"--bits {bits}: tokens are rounded to 8 bits or not at all")
 
 
 def load_classifier(name: str) -> tuple[Any, Any]:

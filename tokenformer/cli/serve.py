@@ -7,6 +7,7 @@ from contextlib import closing, suppress
 from types import FrameType
 
 from tokenformer.cli.errors import InputError
+from tokenformer.cli.model import check_bits, load_model
 
 SECONDS_TO_END = 5
 """How long connections may stay once the server is told to end."""
@@ -33,6 +34,7 @@ def serve(
     """
     if context is not None and context < 2:
         raise InputError(f"--context {context} must be at least 2: a prompt and an answer")
+    check_bits(bits)
     with closing(bind(host, port)) as listener:
         run(listener, model, name or model, context, bits)
 
@@ -67,7 +69,6 @@ def run(
 
     from transformers.utils import logging
 
-    from tokenformer.cli.model import load_model
     from tokenformer.converse.prompt import context_length
 
     loaded, tokenizer = load_model(model, bits)

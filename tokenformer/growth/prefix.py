@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tokenformer.growth.plan import share_of
+from tokenformer.growth.plan import check_numbers, share_of
 from tokenformer.growth.report import GrowthReport
 from tokenformer.growth.token_sets import Replacement, check_tokenformer, replace_tokens
 from tokenformer.growth.tokens import TokenSet, layers_of
@@ -23,6 +23,7 @@ from tokenformer.layers.pattention import Pattention
 
 def set_active_share(model: Any, share: float | None) -> None:
     """Let the first ceil(share n) tokens of every Pattention layer take part; None for all."""
+    check_numbers(getattr(model, "config", None))
     for module in model.modules():
         if isinstance(module, Pattention):
             whole = module.num_tokens

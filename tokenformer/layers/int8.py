@@ -5,16 +5,16 @@ they are read (`ops/native`); more rows, other devices and dtypes make a matrix 
 them first, for the time of the call.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenformer.layers.pattention import Pattention
-from tokenformer.ops.choice import plain
-from tokenformer.ops.native import suits
+from tokenformer.ops.choice import takes_native
 from tokenformer.ops.native.rows import linear, pattention, rule, tokens
 from tokenformer.ops.pattention import pattention as any_pattention
-from tokenformer.ops.rules import is_trained
 
 LARGEST = 127
 
@@ -34,11 +34,21 @@ def fixed(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 
-def is_native(x: Tensor, *matrices: Tensor) -> bool:
-    return plain(x, *matrices) and not is_trained(x) and suits(x, *matrices)
+class Int8Layer(nn.Module):
+    """Keeps its scales in fp32 when the model is given another type of number."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        kept = {name: p.data for name, p in self._parameters.items() if p is not None}
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            parameter = self._parameters[name]
+            if parameter is not None and parameter.dtype != before.dtype:
+                self.dtype = parameter.dtype
+                parameter.data = before.to(parameter.device)
+        return self
 
 
-class Int8Pattention(nn.Module):
+class Int8Pattention(Int8Layer):
     """A Pattention layer, its tokens rounded."""
 
     key_tokens: nn.Parameter  # [n, d_in], int8
@@ -60,7 +70,7 @@ class Int8Pattention(nn.Module):
             setattr(self, f"{name}_scales", fixed(scales))
 
     def forward(self, x: Tensor) -> Tensor:
-        if is_native(x, self.key_tokens, self.value_tokens):
+        if takes_native(x, self.key_tokens, self.value_tokens):
             scales = self.key_scales.float(), self.value_scales.float()
             of = tokens(self.key_tokens, self.value_tokens, self.scale_tokens, *scales)
             return pattention(x, of, torch.int8, rule(self.theta, self.approximate, self.eps))
@@ -79,7 +89,7 @@ class Int8Pattention(nn.Module):
         return f"in_features={d_in}, out_features={d_out}, num_tokens={count}, theta={self.theta!r}"
 
 
-class Int8Rows(nn.Module):
+class Int8Rows(Int8Layer):
     """A matrix, its rows rounded. `like` holds it as `weight`."""
 
     weight: nn.Parameter  # [n, d]
@@ -102,7 +112,7 @@ class Int8Linear(Int8Rows):
     """Without a bias."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if is_native(x, self.weight):
+        if takes_native(x, self.weight):
             return linear(x, self.weight, self.scales.float())
         return F.linear(x, widened(self.weight, self.scales, x.dtype))
 

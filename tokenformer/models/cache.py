@@ -39,6 +39,10 @@ class Roll:
         return larger
 
     def append(self, new: Tensor) -> Tensor:
+        if new.dtype != self.room.dtype or (new.requires_grad and torch.is_grad_enabled()):
+            self.room = torch.cat([self.held, new], dim=-2)  # another type, or a graph of its own
+            self.length = self.room.shape[-2]
+            return self.room
         start, stop = self.length, self.length + new.shape[-2]
         self.make_room(new.shape[-2])[..., start:stop, :] = new
         self.length = stop

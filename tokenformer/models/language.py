@@ -96,17 +96,19 @@ class LanguageModel(LanguagePreTrainedModel):
         )
         hidden, rotation = self.positions(inputs_embeds, position_ids)
         stepped = take_step(self, hidden, rotation, causal_mask, past_key_values)
-        for layer in self.layers if stepped is None else ():
-            hidden = layer(
-                hidden,
-                attention_mask=causal_mask,
-                rotation=rotation,
-                past_key_values=past_key_values,
-                **options,
-            )
+        if stepped is not None:
+            hidden = stepped
+        else:
+            for layer in self.layers:
+                hidden = layer(
+                    hidden,
+                    attention_mask=causal_mask,
+                    rotation=rotation,
+                    past_key_values=past_key_values,
+                    **options,
+                )
         return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden if stepped is None else stepped),
-            past_key_values=past_key_values,
+            last_hidden_state=self.norm(hidden), past_key_values=past_key_values
         )
 
 

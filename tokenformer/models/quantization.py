@@ -16,6 +16,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from tokenformer.layers import Linear, Pattention
 from tokenformer.layers.int8 import Int8Embedding, Int8Linear, Int8Pattention
+from tokenformer.layers.sharded import ShardedPattention
 
 METHOD = "tokenformer"
 
@@ -34,6 +35,9 @@ class TokenQuantizer(HfQuantizer):
     """How transformers makes and loads such models."""
 
     def _process_model_before_weight_loading(self, model: Any, **options: Any) -> None:
+        placed = options.get("device_map")
+        if isinstance(placed, dict) and len(set(placed.values())) > 1:
+            raise ValueError("int8 is for models on one device; leave device_map out, or name one")
         if self.pre_quantized:
             round_tokens(model)  # on the meta device: the numbers come from the file
         elif not any(isinstance(module, Pattention) for module in model.modules()):
@@ -54,6 +58,8 @@ class TokenQuantizer(HfQuantizer):
 
 def round_tokens(model: Any) -> None:
     """One layer after the other, so that there is never much more in memory than the model."""
+    if any(isinstance(module, ShardedPattention) for module in model.modules()):
+        raise ValueError("tokens that are spread over processes cannot be rounded to int8")
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
             if type(module) is Pattention:

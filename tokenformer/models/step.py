@@ -2,17 +2,21 @@
 
 When a model speaks to one listener, Python between the layers takes as long as a good part of the
 reading of their tokens. So `generate` on a CPU goes through `ops/native` in one call for all
-blocks, where there is nothing in them that Python would have to see: hooks, adapters, masks,
-scales that are learned. Otherwise, and for all that is not such a step, the blocks themselves run;
-they are what this is tested against.
+blocks, where there is nothing in them that Python would have to see: hooks, adapters, masks, scales
+that are learned. Otherwise, and for all that is not such a step, the blocks themselves run; they
+are what this is tested against.
 """
 
 import ctypes
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from transformers.utils import output_capturing
 
 from tokenformer.layers import LayerNorm, Pattention
 from tokenformer.layers.int8 import Int8Pattention
@@ -33,6 +37,7 @@ MEMORY: dict[type[nn.Module], tuple[str, ...]] = {
 """What is read of the layers that have a native form, by their names."""
 BACKENDS = ("auto", "native")
 """Of layers that do not ask for another."""
+traits = attrgetter("theta", "approximate", "eps", "backend", "scale_tokens", "active_tokens")
 
 
 def take_step(
@@ -51,33 +56,37 @@ def take_step(
         return None
     if not plain(hidden) or not native.suits(hidden):
         return None
-    step = getattr(cache, "step", None)
-    if step is None or not step.is_current():
-        step = cache.step = Step(model)
+    step = STEPS.get(model)
+    if step is None or not step.is_current(model):
+        step = STEPS[model] = Step(model)
     if step.blocks is None or step.is_watched():
         return None
     return step(hidden, rotation, layers)
 
 
 class Step:
-    """Of a model as it was when this was made. A cache has it, for as long as it lasts."""
+    """Of a model as it was when this was made."""
 
     blocks: Any = None
     """None if the model has what only Python can do."""
 
     def __init__(self, model: Any) -> None:
-        self.modules: list[nn.Module] = []
-        self.hooks: list[dict[Any, Any]] = []
+        # Nothing here leads back to the model, which would never be freed.
+        self.states: list[dict[str, Any]] = []
+        self.hooks = [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
         self.parts: list[tuple[dict[str, Any], str, Any]] = []
         self.places: list[tuple[Tensor, int]] = []
-        self.maps: list[tuple[Any, float]] = []
+        self.maps: list[tuple[Any, Any]] = []
+        self.attention = model.config._attn_implementation
         self.watch(model, model._modules, "layers")
-        blocks: list[Any] = [self.block(layer) for layer in model.layers]
+        self.watch(model.layers, model.layers._modules, *model.layers._modules)
+        blocks: list[Any] = [self.block(layer, place) for place, layer in enumerate(model.layers)]
         kinds = {type(layer) for layer in model.layers}
-        rules = {(layer.theta, layer.approximate, layer.eps) for layer, _ in self.maps}
-        dtypes = {layer.key_tokens.dtype for layer, _ in self.maps}
+        rules = {found[:3] for _, found in self.maps}
+        memory = [(layer.key_tokens, layer.value_tokens) for layer, _ in self.maps]
+        dtypes = {tensor.dtype for pair in memory for tensor in pair}
         alike = len(kinds) == len(rules) == len(dtypes) == 1
-        if None in blocks or not alike or model.config._attn_implementation != "sdpa":
+        if None in blocks or not alike or self.attention != "sdpa":
             return
         self.rule, self.dtype = rule(*rules.pop()), dtypes.pop()
         self.blocks = (Block * len(blocks))(*blocks)
@@ -93,10 +102,6 @@ class Step:
         self.most_tokens = max(max(b.q.n + b.k.n + b.v.n, b.o.n, b.ffn.n) for b in blocks)
         self.threads = threads_for(first.ffn.n * first.ffn.d_in * self.dtype.itemsize)
 
-    def __deepcopy__(self, memo: Any) -> None:
-        """The copy of a cache makes its own."""
-        return
-
     def __call__(
         self, hidden: Tensor, rotation: Rotation | None, layers: Sequence[Any]
     ) -> Tensor | None:
@@ -107,9 +112,10 @@ class Step:
         (seen, (batch, _, room, _), dtype) = rooms.pop()
         if batch != 1 or dtype not in (torch.float32, torch.bfloat16):
             return None
-        for block, (keys, values) in zip(self.blocks, rolls, strict=True):
+        # Copies: another thread may be speaking with the same model.
+        blocks, shape = (type(made).from_buffer_copy(made) for made in (self.blocks, self.shape))
+        for block, (keys, values) in zip(blocks, rolls, strict=True):
             block.cached_keys, block.cached_values = keys.room.data_ptr(), values.room.data_ptr()
-        shape = self.shape
         shape.seen, shape.room = seen, room
         cos, sin = (None, None) if rotation is None else (part.float() for part in rotation)
         shape.rotary_dim = 0 if cos is None else cos.shape[-1]
@@ -122,8 +128,8 @@ class Step:
         held, work = workspace(self.threads, self.most_tokens, 3, outputs, spare)
         function("step", self.dtype)(
             out.data_ptr(),
-            ctypes.addressof(self.blocks),
-            len(self.blocks),
+            ctypes.addressof(blocks),
+            len(blocks),
             ctypes.addressof(shape),
             self.rule,
             None if cos is None else cos.data_ptr(),
@@ -137,11 +143,13 @@ class Step:
             keys.length = values.length = seen + 1
         return out.to(hidden.dtype)
 
-    def block(self, layer: Any) -> Block | None:
+    def block(self, layer: Any, place: int) -> Block | None:
         if type(layer) not in (SequentialLayer, ParallelLayer):
             return None
         attention = layer.attention
-        if type(attention) is not NamedAttention or type(layer.drop_path) is not nn.Identity:
+        if type(attention) is not NamedAttention or attention.layer_idx != place:
+            return None
+        if type(layer.drop_path) is not nn.Identity:
             return None
         self.watch(layer, layer._modules, *layer._modules)
         self.watch(attention, attention._modules, *PROJECTIONS)
@@ -164,36 +172,49 @@ class Step:
 
     def map(self, module: Any) -> Any:
         names = MEMORY.get(type(module))
-        if names is None or module.active_tokens is not None or module.backend not in BACKENDS:
+        if names is None:
             return None
-        scale = module.scale_tokens
-        if isinstance(scale, Tensor):
+        found = self.watch(module, module._parameters, *names)
+        # Other libraries take parameters away and set tensors in their place.
+        if not all(isinstance(tensor, Tensor) for tensor in found):
             return None
-        self.maps.append((module, scale))
-        keys, values, *scales = self.watch(module, module._parameters, *names)
-        if not native.suits(keys.new_empty(1, 1, dtype=torch.float32), keys, values):
+        *_, backend, scale, active = traits(module)
+        if isinstance(scale, Tensor) or active is not None or backend not in BACKENDS:
             return None
-        if any(scale.dtype != torch.float32 for scale in scales):
+        self.maps.append((module, traits(module)))
+        keys, values, *scales = found
+        if not native.suits(keys.new_empty(1, keys.shape[1], dtype=torch.float32), keys, values):
+            return None
+        if any(numbers.dtype != torch.float32 for numbers in scales):
             return None
         return tokens(keys, values, scale, *scales)
 
     def watch(self, module: nn.Module, has: dict[str, Any], *names: str) -> list[Any]:
-        """The hooks of a module, and what it has by these names."""
-        self.modules.append(module)
+        """What is in the way of a module's forward, and what it has by these names."""
+        self.states.append(module.__dict__)
         self.hooks += [module._forward_hooks, module._forward_pre_hooks]
-        found = [has[name] for name in names]
+        found = [has.get(name) for name in names]
         self.parts += [(has, name, part) for name, part in zip(names, found, strict=True)]
         self.places += [(part, part.data_ptr()) for part in found if isinstance(part, Tensor)]
         return found
 
     def is_watched(self) -> bool:
-        """Whether someone has put something of their own in the way of a module's forward."""
-        return any(self.hooks) or any("forward" in module.__dict__ for module in self.modules)
+        """Whether someone wants to see what a module is given or gives. The hooks of transformers
+        itself stay for ever once it was asked for hidden states, and mostly do nothing."""
+        if any("forward" in state for state in self.states):
+            return True
+        hooks = [hook for hooks in self.hooks if hooks for hook in hooks.values()]
+        own = [hook for hook in hooks if hook.__module__ == output_capturing.__name__]
+        return len(own) < len(hooks) or bool(own and output_capturing._active_collector.get())
 
-    def is_current(self) -> bool:
+    def is_current(self, model: Any) -> bool:
         """Whether the model still is what it was."""
         return (
-            all(has.get(name) is part for has, name, part in self.parts)
+            model.config._attn_implementation == self.attention
+            and all(has.get(name) is part for has, name, part in self.parts)
             and all(tensor.data_ptr() == place for tensor, place in self.places)
-            and all(m.scale_tokens == s and m._active_tokens is None for m, s in self.maps)
+            and all(traits(module) == found for module, found in self.maps)
         )
+
+
+STEPS: WeakKeyDictionary[Any, Step] = WeakKeyDictionary()

@@ -26,9 +26,7 @@ def choose(x: Tensor, key_tokens: Tensor, value_tokens: Tensor, scale: float | T
     if not plain(x, key_tokens, value_tokens):
         return "reference"
     if rows < FEW_ROWS:
-        if not is_trained(x, key_tokens, value_tokens, scale) and suits(
-            x, key_tokens, value_tokens
-        ):
+        if not is_trained(scale) and takes_native(x, key_tokens, value_tokens):
             return "native"
         return "vector" if parts_of(x, key_tokens, value_tokens) > 1 else "reference"
     score_bytes = rows * key_tokens.shape[0] * x.dtype.itemsize
@@ -37,11 +35,16 @@ def choose(x: Tensor, key_tokens: Tensor, value_tokens: Tensor, scale: float | T
     return "direct"
 
 
+def takes_native(x: Tensor, *matrices: Tensor) -> bool:
+    """Whether native code may and can take these rows over these matrices."""
+    return plain(x, *matrices) and not is_trained(x, *matrices) and suits(x, *matrices)
+
+
 def plain(*tensors: Tensor) -> bool:
     """Whether these are tensors with memory, outside of all transforms: kernels by hand write to
     memory, know no forward derivatives, batched or distributed tensors, and are not seen by the
     compiler or by what listens to torch's operators, as its FLOP counter does."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
     if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
         return False

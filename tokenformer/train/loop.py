@@ -167,7 +167,13 @@ class Loop:
                 # DDP and FSDP average over the ranks; the mean over the batch needs their sum.
                 self.scaler.scale(loss * (self.ranks.count / tokens)).backward()
             summed += loss.item()
-        return total(summed, self.ranks) / tokens
+        return self.agreed(total(summed, self.ranks) / tokens)
+
+    def agreed(self, number: float) -> float:
+        """The same for all that share tokens: what it decides, they decide together, and on a GPU
+        their own may differ in the last digits."""
+        shared = self.mesh.tensor
+        return number if shared is None else shared.share(number)
 
     def expect(self, begin: int, done: int, share: int) -> None:
         """Tell the task what comes after `done` samples of this rank's share of a batch."""
@@ -178,7 +184,7 @@ class Loop:
 
     def clip(self) -> float:
         limit = self.clip_norm if self.clip_norm is not None else float("inf")
-        return clip_gradients(self.task.model, limit)
+        return self.agreed(clip_gradients(self.task.model, limit))
 
     def validate(self) -> float:
         """Mean loss over the held-out samples."""

@@ -11,8 +11,8 @@ import logging
 import os
 import platform
 import shlex
+import shutil
 import subprocess
-import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno"]
 # The first that the compiler takes: Apple's knows no OpenMP, GCC on Arm no -march=native.
 CHOICES = [
-    ["-march=native", "-mprefer-vector-width=512", "-fopenmp"],
     ["-march=native", "-fopenmp"],
     ["-mcpu=native", "-fopenmp"],
     ["-mcpu=native"],
@@ -95,35 +94,54 @@ def library() -> ctypes.CDLL | None:
     """None where it cannot be had."""
     try:
         return ctypes.CDLL(str(built()))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         logger.info("no native code for decoding: %s", error)
         return None
 
 
 def built() -> Path:
     """The library of this source, compiler and processor."""
-    compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++")[0]
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    if os.name != "posix":
+        raise OSError("it is built on Linux and macOS only")
+    compiler = find_compiler()
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=True).stdout
     maker = [SOURCE.read_bytes(), version, processor().encode(), repr((FLAGS, CHOICES)).encode()]
     target = cache() / f"native-{hashlib.sha256(b'|'.join(maker)).hexdigest()[:16]}.so"
     if target.exists():
+        check_owner(target)
         return target
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         part = Path(folder) / target.name
         for flags in CHOICES:
-            command = [compiler, *FLAGS, *flags, "-o", str(part), str(SOURCE)]
+            command = [*compiler, *FLAGS, *flags, "-o", str(part), str(SOURCE)]
             made = subprocess.run(command, capture_output=True, text=True, timeout=120)
             if made.returncode == 0:
                 part.replace(target)  # whole or not at all, whoever else builds it meanwhile
                 return target
-    raise OSError(f"{compiler}: {made.stderr.strip().partition(chr(10))[0]}")
+    raise OSError(f"{compiler[0]}: {made.stderr.strip().partition(chr(10))[0]}")
+
+
+def find_compiler() -> list[str]:
+    """CXX, which may be a command of several words, or what there is; CXX=false for none."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    for words in [named] if named else [["c++"], ["g++"], ["clang++"]]:
+        if shutil.which(words[0]) is not None:
+            return words
+    raise OSError(f"no C++ compiler {named[0] if named else ''}".rstrip())
 
 
 def cache() -> Path:
-    """A folder of the user's own: what lies there is run."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenformer"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_owner(folder)
     return folder
+
+
+def check_owner(path: Path) -> None:
+    """What lies there is run, so it must be the user's own."""
+    about = path.stat()
+    if about.st_uid != os.getuid() or about.st_mode & 0o022:
+        raise OSError(f"{path} can be written to by others; it is not loaded")
 
 
 def processor() -> str:

@@ -25,6 +25,7 @@ def suits(x: Tensor, *matrices: Tensor) -> bool:
         0 < x.numel() <= MOST_ROWS * x.shape[-1]
         and x.is_cpu
         and x.dtype in (torch.float32, torch.bfloat16)
+        and all(m.shape[1] == x.shape[-1] for m in matrices[:1])
         and all(m.is_cpu and m.dtype in SUFFIXES and m.is_contiguous() for m in matrices)
         and not torch.is_autocast_enabled("cpu")
         and library() is not None
@@ -108,7 +109,8 @@ def workspace(
 ) -> tuple[Tensor, Work]:
     """Room for so many scores, for each thread so many norms and sums, and more at its end; and
     where it lies. The tensor must be held while it is worked in."""
-    room = torch.empty(scores + threads * (2 * norms + outputs) + spare)
+    count = scores + threads * (2 * norms + outputs) + spare
+    room = torch.empty(count, dtype=torch.float32, device="cpu")  # whatever the defaults are
     totals = room.data_ptr() + 4 * scores
     tops = totals + 4 * threads * norms
     return room, Work(room.data_ptr(), totals, tops, tops + 4 * threads * norms)
