@@ -143,10 +143,22 @@ def test_what_only_python_can_do_is_left_to_it(make_model: Make, taken: list[boo
         lambda ffn: setattr(ffn, "eps", 1e-3),  # not that of the others
     ):
         model = make_model("tokenformer", tie_word_embeddings=False).float()
+        speak(model, prompt(), 3)
         change(model.model.layers[1].ffn)
         taken.clear()
         assert_true(model, speak(model, prompt(), 8), 5)
         assert not any(taken)
+
+
+def test_what_is_taken_back_is_forgotten(make_model: Make, taken: list[bool]):
+    model = make_model("tokenformer", tie_word_embeddings=False).float()
+    ffn = model.model.layers[1].ffn
+    nn.utils.parametrize.register_parametrization(ffn, "value_tokens", Louder())
+    speak(model, prompt(), 3)
+    nn.utils.parametrize.remove_parametrizations(ffn, "value_tokens")
+    assert not any(taken)
+    assert_true(model, speak(model, prompt(), 3), 5)
+    assert any(taken)
 
 
 def test_parameters_that_others_took_away(make_model: Make, taken: list[bool]):
@@ -263,7 +275,7 @@ def test_a_model_that_changes_while_its_cache_lives(make_model: Make, taken: lis
     cache, other = (with_room(DynamicCache(config=model.config)) for _ in range(2))
     ids = prompt(20)
     twin = copy.deepcopy(model.model.layers[0])
-    twin.attention.layer_idx = 1
+    twin.attention.layer_idx = 1  # whose keys are cached under
     ffn = model.model.layers[1].ffn
     changes = [
         lambda: ffn.key_tokens.mul_(-1),

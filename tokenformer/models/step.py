@@ -76,16 +76,17 @@ class Step:
         self.hooks = [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
         self.parts: list[tuple[dict[str, Any], str, Any]] = []
         self.places: list[tuple[Tensor, int]] = []
+        self.kinds: list[tuple[nn.Module, type[nn.Module]]] = []
         self.maps: list[tuple[Any, Any]] = []
         self.attention = model.config._attn_implementation
         self.watch(model, model._modules, "layers")
         self.watch(model.layers, model.layers._modules, *model.layers._modules)
         blocks: list[Any] = [self.block(layer, place) for place, layer in enumerate(model.layers)]
-        kinds = {type(layer) for layer in model.layers}
+        layers = {type(layer) for layer in model.layers}
         rules = {found[:3] for _, found in self.maps}
         memory = [(layer.key_tokens, layer.value_tokens) for layer, _ in self.maps]
         dtypes = {tensor.dtype for pair in memory for tensor in pair}
-        alike = len(kinds) == len(rules) == len(dtypes) == 1
+        alike = len(layers) == len(rules) == len(dtypes) == 1
         if None in blocks or not alike or self.attention != "sdpa":
             return
         self.rule, self.dtype = rule(*rules.pop()), dtypes.pop()
@@ -97,7 +98,7 @@ class Step:
             kv_heads=first.k.d_out // attention.head_dim,
             head_dim=attention.head_dim,
             scaling=attention.scaling,
-            is_parallel=kinds == {ParallelLayer},
+            is_parallel=layers == {ParallelLayer},
         )
         self.most_tokens = max(max(b.q.n + b.k.n + b.v.n, b.o.n, b.ffn.n) for b in blocks)
         self.threads = threads_for(first.ffn.n * first.ffn.d_in * self.dtype.itemsize)
@@ -144,12 +145,12 @@ class Step:
         return out.to(hidden.dtype)
 
     def block(self, layer: Any, place: int) -> Block | None:
-        if type(layer) not in (SequentialLayer, ParallelLayer):
+        if self.kind(layer) not in (SequentialLayer, ParallelLayer):
             return None
         attention = layer.attention
-        if type(attention) is not NamedAttention or attention.layer_idx != place:
+        if self.kind(attention) is not NamedAttention or attention.layer_idx != place:
             return None
-        if type(layer.drop_path) is not nn.Identity:
+        if self.kind(layer.drop_path) is not nn.Identity:
             return None
         self.watch(layer, layer._modules, *layer._modules)
         self.watch(attention, attention._modules, *PROJECTIONS)
@@ -162,7 +163,7 @@ class Step:
         return None if None in made else Block(*made)
 
     def norm(self, module: Any) -> Norm | None:
-        if type(module) not in (LayerNorm, RMSNorm):
+        if self.kind(module) not in (LayerNorm, RMSNorm):
             return None
         vectors = self.watch(module, module._parameters, "weight", "bias")
         if any(vector is not None and vector.dtype != torch.float32 for vector in vectors):
@@ -171,9 +172,10 @@ class Step:
         return Norm(*places, module.eps, type(module) is RMSNorm)
 
     def map(self, module: Any) -> Any:
-        names = MEMORY.get(type(module))
+        names = MEMORY.get(self.kind(module))
         if names is None:
             return None
+        self.maps.append((module, traits(module)))
         found = self.watch(module, module._parameters, *names)
         # Other libraries take parameters away and set tensors in their place.
         if not all(isinstance(tensor, Tensor) for tensor in found):
@@ -181,13 +183,17 @@ class Step:
         *_, backend, scale, active = traits(module)
         if isinstance(scale, Tensor) or active is not None or backend not in BACKENDS:
             return None
-        self.maps.append((module, traits(module)))
         keys, values, *scales = found
         if not native.suits(keys.new_empty(1, keys.shape[1], dtype=torch.float32), keys, values):
             return None
         if any(numbers.dtype != torch.float32 for numbers in scales):
             return None
         return tokens(keys, values, scale, *scales)
+
+    def kind(self, module: nn.Module) -> type[nn.Module]:
+        """Its very class: a part of its own may have been put into it since."""
+        self.kinds.append((module, type(module)))
+        return type(module)
 
     def watch(self, module: nn.Module, has: dict[str, Any], *names: str) -> list[Any]:
         """What is in the way of a module's forward, and what it has by these names."""
@@ -212,6 +218,7 @@ class Step:
         return (
             model.config._attn_implementation == self.attention
             and all(has.get(name) is part for has, name, part in self.parts)
+            and all(type(module) is kind for module, kind in self.kinds)
             and all(tensor.data_ptr() == place for tensor, place in self.places)
             and all(traits(module) == found for module, found in self.maps)
         )

@@ -21,8 +21,10 @@ import torch
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno"]
-# The first that the compiler takes: Apple's knows no OpenMP, GCC on Arm no -march=native.
+# The first that the compiler takes: Apple's knows no OpenMP, GCC on Arm no -march=native. Vectors
+# of 512 bits, which GCC takes where they are to be had, read memory at two thirds of the speed.
 CHOICES = [
+    ["-march=native", "-mprefer-vector-width=256", "-fopenmp"],
     ["-march=native", "-fopenmp"],
     ["-mcpu=native", "-fopenmp"],
     ["-mcpu=native"],
