@@ -12,6 +12,8 @@ from tokenformer.ops.theta import accumulation_dtype
 
 BLOCK_ROWS = 1024
 """Of a product. Fewer make it slower, more would need more memory for the passes between."""
+MANY_TOKENS = 4096
+"""Of which half as many rows are as fast: that memory is new, and costs more than it gives."""
 
 
 class Direct:
@@ -28,8 +30,8 @@ class Direct:
         out = x.new_empty(rows, values.shape[1])
         scores = x.new_empty(rows if keep else 0, tokens)
         stats = x.new_empty(rows, self.rule.numbers, dtype=wide)
-        weights = x.new_empty(largest(x), tokens, dtype=wide)
-        for part in blocks(x):
+        weights = x.new_empty(largest(x, keys), tokens, dtype=wide)
+        for part in blocks(x, keys):
             found, some = x[part], weights[: len(x[part])]
             if keep:
                 block = torch.mm(found, keys.T, out=scores[part]).to(wide)
@@ -45,8 +47,8 @@ class Direct:
         scores, stats = kept
         dx, dkeys, dvalues = (torch.empty_like(tensor) for tensor in (x, keys, values))
         dscale = stats.new_zeros(())
-        room = [stats.new_empty(largest(x), keys.shape[0]) for _ in range(2)]
-        for part in blocks(x):
+        room = [stats.new_empty(largest(x, keys), keys.shape[0]) for _ in range(2)]
+        for part in blocks(x, keys):
             block = scores[part].to(stats.dtype)
             weights, dblock = (matrix[: len(block)] for matrix in room)
             product(grad[part], values.T, dblock)
@@ -69,13 +71,15 @@ class Direct:
         return dx, dkeys, dvalues, dscale
 
 
-def largest(x: Tensor) -> int:
-    return max((part.stop - part.start for part in blocks(x)), default=0)
+def largest(x: Tensor, keys: Tensor) -> int:
+    return max((part.stop - part.start for part in blocks(x, keys)), default=0)
 
 
-def blocks(x: Tensor) -> list[slice]:
+def blocks(x: Tensor, keys: Tensor) -> list[slice]:
     """Of rows. All at once on a device that hides its memory's latency, and where sums over blocks
     would be rounded to half precision each time."""
     rows = x.shape[0]
-    step = BLOCK_ROWS if x.device.type == "cpu" and x.dtype.itemsize >= 4 else max(1, rows)
+    step = BLOCK_ROWS if keys.shape[0] <= MANY_TOKENS else BLOCK_ROWS // 2
+    if x.device.type != "cpu" or x.dtype.itemsize < 4:
+        step = max(1, rows)
     return [slice(start, min(rows, start + step)) for start in range(0, rows, step)]
