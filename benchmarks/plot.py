@@ -19,6 +19,8 @@ COLOURS = {
     "from_pretrained": OURS,
     "on disk": OURS,
     "streamed": THIRD,
+    "bf16": SECOND,
+    "int8": THIRD,
     "reference": SECOND,
     "in memory": SECOND,
     "released": FORMULA,
@@ -104,13 +106,14 @@ def lines(axes: Any, rows: list[Row], x: str, y: str, spread: str | None = None)
 def bars(axes: Any, rows: list[Row], cases: dict[str, list[Row]], value: str) -> None:
     """A group for each case, a bar for each rival, labelled with its value."""
     names = names_of(rows)
+    bar = min(BAR, 0.84 / len(names))
     for place, of_case in enumerate(cases.values()):
         for row in of_case:
-            at = place + BAR * (names.index(row["name"]) - (len(names) - 1) / 2)
+            at = place + bar * (names.index(row["name"]) - (len(names) - 1) / 2)
             error = row.get(f"{value}_spread", 0) / 2
-            axes.bar(at, row[value], 0.92 * BAR, yerr=error, color=colour(row["name"]), ecolor=INK)
+            axes.bar(at, row[value], 0.92 * bar, yerr=error, color=colour(row["name"]), ecolor=INK)
             axes.annotate(
-                f"{row[value]:.2f}",
+                f"{row[value]:.{2 if bar == BAR else 1}f}",
                 (at, row[value] + error),
                 xytext=(0, 2),
                 textcoords="offset points",
@@ -172,13 +175,16 @@ def with_peer_name(row: Row) -> Row:
 
 
 def decode(axes: Any, results: Row) -> None:
-    rows = results["decode"]["rows"]
+    rows = [row for row in results["decode"]["rows"] if row["name"] != "GPT-NeoX"]
     cases: dict[str, list[Row]] = {}
     for row in rows:
-        case = f"after {row['context']:,}\nbatch {row['batch']}\nn {row['n']:,}"
+        case = f"{row['parameters'] / 1e6:.0f}M\nafter {row['context']:,}\nbatch {row['batch']}"
         cases.setdefault(case, []).append(row)
-    bars(axes, rows, cases, "share")
-    share_axis(axes, "Decoding\na token at a time", "reading the weights once")
+    bars(axes, rows, cases, "times_GPT-NeoX")
+    axes.set_title("Decoding\na token at a time", fontsize=10.5, loc="left")
+    axes.set_ylabel("times as fast as GPT-NeoX", color=INK, fontsize=9)
+    axes.axhline(1, color="0.6", linewidth=1, linestyle=(0, (3, 3)))
+    axes.grid(color=PALE, axis="y")
     legend(axes, names_of(rows))
 
 
