@@ -7,7 +7,7 @@ what the passes make of the scores is made again in the backward pass.
 import torch
 from torch import Tensor
 
-from tokenformer.ops.rules import RULES, Grads, Kept, Scale, cached_rows, product
+from tokenformer.ops.rules import RULES, Grads, Kept, Pass, Scale, cached_rows, product
 from tokenformer.ops.theta import accumulation_dtype
 
 BLOCK_ROWS = 1024
@@ -57,9 +57,8 @@ class Direct:
             for few in some:
                 numbers = stats[part][few].split(1, dim=1)
                 spare = work[: len(block[few])]
-                dscale += self.rule.backward(
-                    block[few], dblock[few], weights[few], spare, numbers
-                ).sum()
+                over = Pass(block[few], dblock[few], weights[few], spare, numbers)
+                dscale += self.rule.backward(over).sum()
             dscores = dblock.to(x.dtype)
             torch.mm(dscores, keys, out=dx[part])
             # Into memory that is not made zero first: it would be gone through once more.
@@ -67,7 +66,8 @@ class Direct:
             torch.addmm(dkeys, dscores.T, x[part], beta=beta, out=dkeys)
             torch.addmm(dvalues, weights.to(x.dtype).T, grad[part], beta=beta, out=dvalues)
         if not len(x):
-            dkeys.zero_(), dvalues.zero_()
+            dkeys.zero_()
+            dvalues.zero_()
         return dx, dkeys, dvalues, dscale
 
 

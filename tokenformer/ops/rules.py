@@ -6,6 +6,8 @@ a few rows at a time, which a core's cache holds: the passes then cost little be
 """
 
 import math
+from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +26,17 @@ Grads = tuple[Tensor, Tensor, Tensor, Tensor]
 """Of rows, keys, values and scale."""
 
 
-class Rule:
+class Pass(NamedTuple):
+    """What a backward pass over some rows has before it; all but the scores are written to."""
+
+    scores: Tensor  # [R, n]
+    grad: Tensor  # [R, n], of the weights; becomes that of the scores
+    weights: Tensor  # [R, n], to be filled with the weights again
+    work: Tensor  # [R, n], to be spoilt
+    stats: Stats
+
+
+class Rule(ABC):
     """A theta. Of all the scores of a row it needs to know a number or two, and in its backward
     pass a sum; processes that have some of the tokens each exchange those (`sharded.py`)."""
 
@@ -36,44 +48,30 @@ class Rule:
     def __init__(self, scale: Scale, approximate: str, eps: float) -> None:
         self.scale, self.approximate, self.eps = scale, approximate, eps
 
+    @abstractmethod
     def measure(self, scores: Tensor, work: Tensor) -> Tensor:
         """The numbers [R, measures] to know of scores [R, n]. `work`, as large, is spoilt."""
-        raise NotImplementedError
 
+    @abstractmethod
     def join(self, parts: Tensor) -> Tensor:
         """Those numbers of all tokens, from those [P, R, measures] of parts of them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def weigh(self, scores: Tensor, weights: Tensor, measured: Tensor | None = None) -> Stats:
         """Fill `weights` [R, n] from scores [R, n]; both may be the same tensor. `measured`: of all
         tokens, where these are some of them."""
-        raise NotImplementedError
 
-    def backward(
-        self, scores: Tensor, grad: Tensor, weights: Tensor, work: Tensor, stats: Stats
-    ) -> Tensor:
-        """Turn `grad` from that of the weights into that of the scores, and fill `weights` with the
-        weights again. Returns the gradient of the scale, a number a row. `work` is spoilt."""
-        along = self.begin_backward(scores, grad, weights, work, stats)
-        return self.end_backward(scores, grad, weights, work, stats, along)
+    def backward(self, over: Pass) -> Tensor:
+        """Returns the gradient of the scale, a number a row."""
+        return self.end_backward(over, self.begin_backward(over))
 
-    def begin_backward(
-        self, scores: Tensor, grad: Tensor, weights: Tensor, work: Tensor, stats: Stats
-    ) -> Tensor:
+    @abstractmethod
+    def begin_backward(self, over: Pass) -> Tensor:
         """`backward` until it needs a sum [R, 1] over all tokens; returns it over these."""
-        raise NotImplementedError
 
-    def end_backward(
-        self,
-        scores: Tensor,
-        grad: Tensor,
-        weights: Tensor,
-        work: Tensor,
-        stats: Stats,
-        along: Tensor,
-    ) -> Tensor:
+    @abstractmethod
+    def end_backward(self, over: Pass, along: Tensor) -> Tensor:
         """The rest of it, with that sum."""
-        raise NotImplementedError
 
 
 class GeluOfNormed(Rule):
@@ -100,34 +98,22 @@ class GeluOfNormed(Rule):
         gelu_(torch.mul(scores, factor, out=weights), self.approximate)
         return factor, norm
 
-    def begin_backward(
-        self, scores: Tensor, grad: Tensor, weights: Tensor, work: Tensor, stats: Stats
-    ) -> Tensor:
+    def begin_backward(self, over: Pass) -> Tensor:
+        scores, grad, weights, work, stats = over
         torch.mul(scores, stats[0], out=weights)
         gelu_backward_(grad, weights, self.approximate)
         gelu_(weights, self.approximate)
         return torch.mul(grad, scores, out=work).sum(1, keepdim=True)  # dL / df
 
-    def end_backward(
-        self,
-        scores: Tensor,
-        grad: Tensor,
-        weights: Tensor,
-        work: Tensor,
-        stats: Stats,
-        along: Tensor,
-    ) -> Tensor:
-        factor, norm = stats
-        shrink = along * factor**2 / self.root
-        grad.mul_(factor)
-        self.lengthen(scores, grad, shrink, norm, work)
+    def end_backward(self, over: Pass, along: Tensor) -> Tensor:
+        factor = over.stats[0]
+        over.grad.mul_(factor)
+        self.lengthen(over, along * factor**2 / self.root)
         return along * factor * (self.power / self.scale)
 
-    def lengthen(
-        self, scores: Tensor, grad: Tensor, shrink: Tensor, norm: Tensor, work: Tensor
-    ) -> None:
+    def lengthen(self, over: Pass, shrink: Tensor) -> None:
         """Longer scores have a smaller factor: d||A|| / dA = A / ||A||."""
-        grad.addcmul_(scores, shrink / norm, value=-1)
+        over.grad.addcmul_(over.scores, shrink / over.stats[1], value=-1)
 
 
 class L1Gelu(GeluOfNormed):
@@ -136,10 +122,8 @@ class L1Gelu(GeluOfNormed):
     order = 1
     power = 1.0
 
-    def lengthen(
-        self, scores: Tensor, grad: Tensor, shrink: Tensor, norm: Tensor, work: Tensor
-    ) -> None:
-        grad.addcmul_(torch.sign(scores, out=work), shrink, value=-1)
+    def lengthen(self, over: Pass, shrink: Tensor) -> None:
+        over.grad.addcmul_(torch.sign(over.scores, out=over.work), shrink, value=-1)
 
 
 class GeluL2(Rule):
@@ -164,22 +148,13 @@ class GeluL2(Rule):
         weights.mul_(factor)
         return factor, norm
 
-    def begin_backward(
-        self, scores: Tensor, grad: Tensor, weights: Tensor, work: Tensor, stats: Stats
-    ) -> Tensor:
+    def begin_backward(self, over: Pass) -> Tensor:
+        scores, grad, weights, work, _ = over
         gelu(scores, weights, self.approximate)
         return torch.mul(grad, weights, out=work).sum(1, keepdim=True)  # dL / df
 
-    def end_backward(
-        self,
-        scores: Tensor,
-        grad: Tensor,
-        weights: Tensor,
-        work: Tensor,
-        stats: Stats,
-        along: Tensor,
-    ) -> Tensor:
-        factor, norm = stats
+    def end_backward(self, over: Pass, along: Tensor) -> Tensor:
+        scores, grad, weights, _, (factor, norm) = over
         shrink = along * factor**2 / (self.scale**0.5 * norm)
         grad.mul_(factor).addcmul_(weights, shrink, value=-1)
         gelu_backward_(grad, scores, self.approximate)
@@ -215,24 +190,14 @@ class Softmax(Rule):
         weights.mul_(self.scale / total)
         return largest, total
 
-    def begin_backward(
-        self, scores: Tensor, grad: Tensor, weights: Tensor, work: Tensor, stats: Stats
-    ) -> Tensor:
-        largest, total = stats
+    def begin_backward(self, over: Pass) -> Tensor:
+        scores, grad, weights, work, (largest, total) = over
         torch.sub(scores, largest, out=weights).exp_().div_(total)
         return torch.mul(grad, weights, out=work).sum(1, keepdim=True)
 
-    def end_backward(
-        self,
-        scores: Tensor,
-        grad: Tensor,
-        weights: Tensor,
-        work: Tensor,
-        stats: Stats,
-        along: Tensor,
-    ) -> Tensor:
-        weights.mul_(self.scale)
-        grad.sub_(along).mul_(weights)
+    def end_backward(self, over: Pass, along: Tensor) -> Tensor:
+        over.weights.mul_(self.scale)
+        over.grad.sub_(along).mul_(over.weights)
         return along
 
 

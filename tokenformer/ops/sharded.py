@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tokenformer.ops.kernel import ByHand, autocast
-from tokenformer.ops.rules import RULES, Grads, Kept, Scale, Stats, cached_rows, product
+from tokenformer.ops.rules import RULES, Grads, Kept, Pass, Scale, cached_rows, product
 from tokenformer.ops.theta import accumulation_dtype
 
 Group = Any
@@ -101,16 +101,16 @@ class Sharded:
         weights, dblock = torch.empty_like(block), torch.empty_like(block)
         product(grad, values.T, dblock)
 
-        def pass_over(few: slice) -> tuple[Tensor, Tensor, Tensor, Tensor, Stats]:
+        def pass_over(few: slice) -> Pass:
             work = torch.empty_like(block[few])
-            return block[few], dblock[few], weights[few], work, stats[few].split(1, dim=1)
+            return Pass(block[few], dblock[few], weights[few], work, stats[few].split(1, dim=1))
 
         along, dscale = stats.new_empty(len(block), 1), stats.new_zeros(())
         for few in cached_rows(block):
-            along[few] = self.rule.begin_backward(*pass_over(few))
+            along[few] = self.rule.begin_backward(pass_over(few))
         dist.all_reduce(along, group=self.group)
         for few in cached_rows(block):
-            dscale += self.rule.end_backward(*pass_over(few), along[few]).sum()
+            dscale += self.rule.end_backward(pass_over(few), along[few]).sum()
         dscores = dblock.to(x.dtype)
         dx = dscores @ keys
         summed = dist.all_reduce(dx, group=self.group, async_op=True) if self.sum_gradient else None
