@@ -15,17 +15,19 @@ EXACT = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
 def trained(make_config, dtype=torch.float32, **options):
-    """A model after some steps of training, so that no weight is as it was drawn. It keeps to the
-    plain formula, so that what is tested does not change with the operator's backends."""
+    """A model after some steps of training, so that no weight is as it was drawn. It is trained by
+    the plain formula, so that what is tested does not change with the operator's backends."""
     torch.manual_seed(0)
     config = make_config("tokenformer", qkv_tokens=24, output_tokens=24, ffn_tokens=96, **options)
     model = tokenformer.TokenformerForCausalLM(config).to(dtype)
-    for module in model.modules():
-        if isinstance(module, Pattention):
-            module.backend = "reference"
+    layers = [module for module in model.modules() if isinstance(module, Pattention)]
+    for layer in layers:
+        layer.backend = "reference"
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
     for _ in range(12):
         train_once(model, optimizer)
+    for layer in layers:
+        layer.backend = "auto"
     return model.eval(), optimizer
 
 
