@@ -12,7 +12,7 @@ from tokenformer.ops.theta import accumulation_dtype
 
 BLOCK_ROWS = 1024
 """Of a product. Fewer make it slower, more would need more memory for the passes between."""
-MANY_TOKENS = 4096
+MANY_TOKENS = 6144
 """Of which half as many rows are as fast: that memory is new, and costs more than it gives."""
 
 
