@@ -38,8 +38,8 @@ def draw(*shapes: tuple[int, ...], seed: int = 0, dtype: torch.dtype = torch.flo
 
 
 def assert_true(found: Tensor, inputs: list[Tensor], **options) -> None:
-    """Within some roundings of the scores, and of what is added up with them, of float64; or as
-    near to it as the plain formula, where GELU leaves no digits."""
+    """Within some roundings of the scores, of what GELU is taken of, and of what is added up, of
+    float64; or as near to it as the plain formula."""
     x, keys, values = (t.double() for t in inputs)
     given = {"theta": "l2_gelu", "approximate": "none", "eps": 0.0, "scale_tokens": None, **options}
     scale = given["scale_tokens"] or len(keys)
@@ -54,11 +54,27 @@ def assert_true(found: Tensor, inputs: list[Tensor], **options) -> None:
     truth = weights(scores) @ values
     moved = [(weights(scores + d) - weights(scores)).abs() @ values.abs() for d in (slack, -slack)]
     summed = 8 * rounding * (weights(scores).abs() @ values.abs())
+    # GELU has as many digits after the point as its input, also where it is next to nothing.
+    summed += 4 * rounding * (gelu_inputs(scores, scale, given).abs() @ values.abs())
+    if given["theta"] == "softmax":  # its weights have the digits that the largest score has left
+        summed += 2 * slack.amax(-1, keepdim=True) * (weights(scores).abs() @ values.abs())
     last = torch.finfo(found.dtype).eps * truth.abs()
     plain = pattention(*inputs, backend="reference", **options).double()
     error, usual = ((t.double() - truth).abs() for t in (found, plain))
     assert found.shape == truth.shape
     assert (error <= moved[0] + moved[1] + summed + last + 2 * usual.max()).all(), (error, usual)
+
+
+def gelu_inputs(scores: Tensor, scale: float, given: dict) -> Tensor:
+    """What GELU is taken of, times what its output is multiplied with."""
+    if given["theta"] == "softmax":
+        return torch.zeros_like(scores)
+    normed = scores
+    if given["theta"] == "gelu_l2":
+        normed = torch.nn.functional.gelu(scores, approximate=given["approximate"])
+    order = 1 if given["theta"] == "l1_gelu" else 2
+    norm = torch.linalg.vector_norm(normed, order, dim=-1, keepdim=True) + given["eps"]
+    return (scores * scale ** (1 / order) / norm).nan_to_num(0.0, 0.0, 0.0)
 
 
 @needs_compiler

@@ -153,7 +153,7 @@ static void mix(const float *weights, long rows, long n, const T *tokens, const 
 
 static float gelu(float a, int is_tanh) {
   if (is_tanh) return 0.5f * a * (1 + std::tanh(0.7978845608f * (a + 0.044715f * a * a * a)));
-  return 0.5f * a * std::erfc(a * -0.7071067812f);  // 1 + erf, with all digits where it is small
+  return 0.5f * a * (1 + std::erf(a * 0.7071067812f));  // as torch has it, zero where that is
 }
 
 // What my scores of a row add to the norm. `gelu_l2` and `softmax` turn the scores into weights on
