@@ -55,7 +55,7 @@ class Int8Pattention(Int8Layer):
     value_tokens: nn.Parameter  # [n, d_out], int8
     key_scales: nn.Parameter  # [n]
     value_scales: nn.Parameter  # [n]
-    active_tokens = _active_tokens = None
+    active_tokens = None
     backend = "auto"
 
     def __init__(self, layer: Pattention) -> None:
