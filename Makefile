@@ -1,9 +1,9 @@
 # Every target does its own set-up, once: the environment is made again only when pyproject.toml changes.
 PYTHON ?= python3
 BIN := .venv/bin
-SOURCES := tokenformer tests benchmarks experiments
+SOURCES := tokenformer tests benchmarks experiments examples
 
-.PHONY: demo test test-slow bench check format clean
+.PHONY: demo test test-slow bench docs check format clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.core           ## train a small TokenFormer on Python's own sources, grow it, train on; draws the curves
@@ -18,6 +18,9 @@ test-slow: .venv/.slow      ## the tests marked slow: compilation, kernels for G
 bench: .venv/.dev           ## speed and memory against peers, in minutes; tables, a results file and its picture
 	$(BIN)/python -m benchmarks
 
+docs: .venv/.docs           ## the documentation site in site/; a broken link or docstring fails the build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 check: .venv/.dev           ## lint, formatting, types
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
@@ -28,7 +31,7 @@ format: .venv/.dev
 	$(BIN)/ruff format $(SOURCES)
 
 clean:
-	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -46,3 +49,8 @@ clean:
 .venv/.slow: .venv/.dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,gpu]"
 	touch $@
+
+# The API reference is read from the sources, so nothing of tokenformer is imported for it.
+.venv/.docs: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
+	touch .venv/.core $@

@@ -50,7 +50,7 @@ def make(family: str, size: str, folder: Path) -> None:
 
 
 def on_disk(small: Path, large: Path, to: str, init: str) -> float | None:
-    from tokenformer.growth.folder import grow_folder
+    from tokenformer.growth.model_folder import grow_folder
 
     return grow_folder(small, large, config_of("Tokenformer", to), init=init).max_layer_change
 
@@ -65,7 +65,7 @@ def in_memory(small: Path, large: Path, to: str, init: str) -> float | None:
 
 
 def net2net(small: Path, large: Path, to: str, init: str) -> float | None:
-    from tokenformer.growth.folder import grow_transformer_folder
+    from tokenformer.growth.model_folder import grow_transformer_folder
 
     return grow_transformer_folder(small, large, config_of("Transformer", to)).max_layer_change
 

@@ -29,9 +29,9 @@ from tokenformer.data.batches import fixed_batches
 from tokenformer.data.byte_tokenizer import VOCAB_SIZE
 from tokenformer.data.standard_library import standard_library
 from tokenformer.data.token_ids import TokenIds
-from tokenformer.growth.prune import best, keep_tokens
-from tokenformer.growth.statistics import token_statistics
-from tokenformer.growth.tokens import layers_of
+from tokenformer.growth.tokens.prune import best, keep_tokens
+from tokenformer.growth.tokens.token_set import token_layers
+from tokenformer.growth.tokens.token_usage import token_statistics
 from tokenformer.train.loop import Loop, train
 from tokenformer.train.options import OptimizerOptions, RunOptions, ScheduleOptions
 from tokenformer.train.task import LanguageTask
@@ -128,7 +128,7 @@ def prune_curve(steps: int) -> None:
                 torch.zeros(module.num_tokens, dtype=torch.bool),
                 torch.rand(module.num_tokens).double(),
             )
-            for name, (_, module) in layers_of(model).items()
+            for name, (_, module) in token_layers(model).items()
         }
         drawn, _ = keep_tokens(model, lot, shares)
         drawn_refitted, _ = keep_tokens(model, lot, shares, list(batches))

@@ -17,7 +17,11 @@ from typing import Any
 STATUS = Path("/proc/self/status")
 RESET_PEAK = "5"
 LOOK_EVERY = 0.01  # seconds
-PRELOADED = ["benchmarks.training", "tokenformer.growth.folder", "transformers.models.gpt_neox"]
+PRELOADED = [
+    "benchmarks.training",
+    "tokenformer.growth.model_folder",
+    "transformers.models.gpt_neox",
+]
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -24,8 +24,9 @@ from torch import Tensor, multiprocessing
 from benchmarks.measuring import compared, interleaved, number, parser, progress, run, with_spread
 from benchmarks.results import Row
 from tokenformer.ops import pattention
-from tokenformer.ops.rules import RULES, cached_rows
+from tokenformer.ops.backends.derivatives import DERIVATIVES, BackwardBlock, cached_rows
 from tokenformer.ops.sharded import sharded_pattention
+from tokenformer.ops.theta import ThetaOptions
 
 SHAPES = ["1024x768x576", "1024x768x2304", "4096x768x2304", "4096x768x6144", "4096x128x512"]
 COLUMNS = {
@@ -47,9 +48,9 @@ class Gram(torch.autograd.Function):
         squares = torch.linalg.vecdot(slope, x).unsqueeze(1)
         scores = x @ keys.T
         weights = torch.empty_like(scores)
-        ctx.rule = RULES["l2_gelu"](scale, "none", 0.0)
+        ctx.theta = DERIVATIVES["l2_gelu"](ThetaOptions("l2_gelu", scale, "none", 0.0))
         for few in cached_rows(scores):
-            ctx.rule.weigh(scores[few], weights[few], squares[few].sqrt())
+            ctx.theta.fill_weights(scores[few], weights[few], squares[few].sqrt())
         out = weights @ values
         dist.all_reduce(out)
         factor = (scale / squares).sqrt()
@@ -61,8 +62,10 @@ class Gram(torch.autograd.Function):
         x, keys, values, slope, squares, factor, scores = ctx.saved_tensors
         weights, dinner = torch.empty_like(scores), grad @ values.T
         for few in cached_rows(scores):
-            work = torch.empty_like(scores[few])
-            ctx.rule.begin_backward(scores[few], dinner[few], weights[few], work, (factor[few],))
+            scratch = torch.empty_like(scores[few])
+            ctx.theta.backward_sums(
+                BackwardBlock(scores[few], dinner[few], weights[few], scratch, (factor[few],))
+            )
         dy = dinner @ keys
         summing = dist.all_reduce(dy, async_op=True)
         dvalues = weights.T @ grad

@@ -1,8 +1,11 @@
 """Small models of both families, for every test that needs one."""
 
 import os
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,6 +16,26 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).parent.parent
 FAMILIES = ("tokenformer", "transformer")
+LONGEST, LONGEST_SLOW = 1800, 5400  # seconds that a test may take on a busy machine
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """A test that hangs fails, whatever it waits for: an alarm interrupts it."""
+    if threading.current_thread() is not threading.main_thread():
+        return (yield)
+    seconds = LONGEST_SLOW if item.get_closest_marker("slow") else LONGEST
+
+    def give_up(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"{item.nodeid} has taken {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture

@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+import tokenformer
+from tests.processes import LIMIT, started
 from tokenformer.cli import main
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # The whole demo belongs to the tests marked slow; here what takes long runs for a few steps.
 SHORTENED = {"demo": ["--steps", "2"], "serve": ["--port", "0"], "train": ["--max_steps", "2"]}
@@ -30,7 +33,11 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines if line.startswith("tokenformer ")]
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=lambda p: p.stem)
+def page_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=page_name)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = "\n".join(blocks(page, "python"))
@@ -38,7 +45,7 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
     assert code  # reached: every assertion in the page held
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=lambda p: p.stem)
+@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=page_name)
 def test_commands_run(page, tmp_path, real_data, monkeypatch, capsys):
     """In order, in one folder that stands for a clone, with a folder `my-texts` of one's own and
     one `eval` of benchmarks."""
@@ -65,15 +72,12 @@ def here(arguments: list[str], capsys) -> str | None:
 
 
 def in_a_process(arguments: list[str]) -> str | None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tokenformer", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    if arguments[0] == "serve" and process.stdout.readline():  # it is there; else it has failed
-        process.send_signal(signal.SIGINT)
-    errors = process.communicate()[1]
+    command = [sys.executable, "-m", "tokenformer", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with started(command, text=True, **pipes) as process:
+        if arguments[0] == "serve" and process.stdout.readline():  # it is there; else it has failed
+            process.send_signal(signal.SIGINT)
+        errors = process.communicate(timeout=LIMIT)[1]
     return errors if process.returncode else None
 
 
@@ -84,6 +88,24 @@ def test_links_between_pages_lead_somewhere():
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_site_navigation_lists_every_page_once():
+    def pages(entry) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        values = entry.values() if isinstance(entry, dict) else entry
+        return [page for value in values for page in pages(value)]
+
+    listed = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    existing = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(listed) == sorted(existing)
+
+
+def test_api_reference_lists_every_public_name():
+    text = (ROOT / "docs" / "api.md").read_text()
+    listed = re.findall(r"^::: tokenformer\.(?:[\w.]+\.)?(\w+)$", text, re.MULTILINE)
+    assert sorted(listed) == sorted(tokenformer.__all__)
+
+
 def test_docs_state_the_presets_as_they_are():
     """The size table in models.md, row by row, against the models."""
     import torch
@@ -91,7 +113,7 @@ def test_docs_state_the_presets_as_they_are():
     from tokenformer import TokenformerConfig, TokenformerForCausalLM
     from tokenformer.models.presets import TOKENFORMER_PRESETS
 
-    text = (ROOT / "docs" / "models.md").read_text()
+    text = (ROOT / "docs" / "guides" / "models.md").read_text()
     rows = dict(re.findall(r"^\| ([\w.-]+) \|(?: \d+ \|){5} ([\d,]+) \|$", text, re.MULTILINE))
     assert rows.keys() == TOKENFORMER_PRESETS.keys()
     for name, printed in rows.items():

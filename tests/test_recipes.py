@@ -1,11 +1,13 @@
 """Every recipe loads, describes a model that can be built, and opens with what it promises."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from tokenformer.cli import build_parser, spell_out
+from tokenformer.cli import VERBS, load
+from tokenformer.cli.parser import parse
 from tokenformer.models.catalogue import blank
 from tokenformer.train.image_materials import IMAGE_FAMILIES
 from tokenformer.train.options import ModelOptions
@@ -22,8 +24,7 @@ def test_recipe(path: Path) -> None:
     assert all(line.startswith(topic) for line, topic in zip(head, topics, strict=True))
     assert str(path.relative_to(ROOT)) in head[-1]
 
-    parser = build_parser()
-    options = parser.instantiate(parser.parse_args(spell_out(["train", str(path)])))["train"]
+    options = SimpleNamespace(**parse("train", load(VERBS["train"]), [str(path)], ""))
     assert options.run.steps == yaml.safe_load(path.read_text())["run"]["steps"]
     assert options.schedule.warmup_steps < options.run.steps
 

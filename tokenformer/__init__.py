@@ -17,10 +17,10 @@ from tokenformer.models.registration import register_when_imported
 if TYPE_CHECKING:
     from tokenformer.convert.pretrained.transformer import from_transformer
     from tokenformer.growth.grow import grow
-    from tokenformer.growth.merge import merge
-    from tokenformer.growth.optimizer_state import grow_optimizer
-    from tokenformer.growth.prefix import set_active_share, take_prefix
-    from tokenformer.growth.prune import prune
+    from tokenformer.growth.grown_optimizer import grow_optimizer
+    from tokenformer.growth.tokens.merge import merge
+    from tokenformer.growth.tokens.prefix import set_active_share, take_prefix
+    from tokenformer.growth.tokens.prune import prune
     from tokenformer.layers import (
         Pattention,
         TokenformerDecoderLayer,
@@ -66,11 +66,11 @@ _HOMES = {
     "TokenQuantization": "tokenformer.models.quantization",
     "from_transformer": "tokenformer.convert.pretrained.transformer",
     "grow": "tokenformer.growth.grow",
-    "grow_optimizer": "tokenformer.growth.optimizer_state",
-    "prune": "tokenformer.growth.prune",
-    "merge": "tokenformer.growth.merge",
-    "take_prefix": "tokenformer.growth.prefix",
-    "set_active_share": "tokenformer.growth.prefix",
+    "grow_optimizer": "tokenformer.growth.grown_optimizer",
+    "prune": "tokenformer.growth.tokens.prune",
+    "merge": "tokenformer.growth.tokens.merge",
+    "take_prefix": "tokenformer.growth.tokens.prefix",
+    "set_active_share": "tokenformer.growth.tokens.prefix",
 }
 
 __all__ = [

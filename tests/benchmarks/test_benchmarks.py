@@ -68,7 +68,12 @@ def test_a_benchmark_is_a_command(tmp_path):
     out = tmp_path / "results.json"
     words = [sys.executable, "-m", "benchmarks.operator", "--json", "--rounds=1", f"--out={out}"]
     done = subprocess.run(
-        [*words, "--shapes", "4x8x16"], cwd=ROOT, capture_output=True, text=True, check=True
+        [*words, "--shapes", "4x8x16"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
     )
     printed = json.loads(done.stdout)
     assert printed["operator"]["rows"][0]["rows"] == 4

@@ -188,7 +188,7 @@ def test_prepared_text_serves_and_our_own_twin_is_a_source(home, capsys):
         ("gpt2 --out new --distill text.txt --linear shift", "shift is not for --distill"),
         ("gpt2 --out new --linear thirds", "linear='thirds' is unknown; choose one of pair, shift"),
         ("gpt2 --out new --weights last", "--weights last is not for a source of kind gpt2"),
-        ("torn --out new", "torn: missing are transformer.h.1.mlp.c_fc.weight"),
+        ("torn --out new", "torn cannot be loaded: missing are transformer.h.1.mlp.c_fc.weight"),
         (
             "bent --out new",
             "of the wrong shape are transformer.h.1.mlp.c_fc.weight [3, 4] for [32, 128]",

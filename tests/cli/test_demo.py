@@ -7,12 +7,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.processes import LIMIT, started, wait_until
 from tokenformer.cli.demo import GROWN, PROMPT, SMALL, verdict
 from tokenformer.cli.errors import InputError
 from tokenformer.cli.folder import new_folder
@@ -30,6 +30,7 @@ def demo(
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
+        timeout=900,
     )
 
 
@@ -158,24 +159,15 @@ def test_demo_refuses_a_path_that_is_a_file(tmp_path):
 
 def test_an_interrupted_demo_says_so_and_leaves_nothing_behind(tmp_path):
     out = tmp_path / "kept"
-    running = subprocess.Popen(
-        [*COMMAND, "--steps", "100000", "--out", str(out)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        deadline = time.monotonic() + 60
+    command = [*COMMAND, "--steps", "100000", "--out", str(out)]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with started(command, text=True, **pipes) as running:
         begun = ".kept.unfinished-*/metrics/growing.jsonl"
-        while not list(tmp_path.glob(begun)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert list(tmp_path.iterdir()), "it works beside its final name"
+        assert wait_until(lambda: list(tmp_path.glob(begun)), running), "it works beside its name"
         running.send_signal(signal.SIGINT)
-        assert running.communicate(timeout=30)[1].endswith("tokenformer demo: interrupted\n")
+        assert running.communicate(timeout=LIMIT)[1].endswith("tokenformer demo: interrupted\n")
         assert running.returncode == 130
         assert list(tmp_path.iterdir()) == []
-    finally:
-        running.kill()
 
 
 def test_a_folder_is_whole_or_absent(tmp_path):

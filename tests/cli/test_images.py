@@ -173,21 +173,28 @@ def refused(words: list[str], capsys: Any) -> str:
     return said
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_what_cannot_be_done_is_said(
     classifier: Path, pictures: Path, tmp_path: Path, capsys: Any
 ) -> None:
     model = str(classifier)
     (tmp_path / "torn.png").write_bytes(b"\x89PNG\r\n\x1a\n torn")
+    Image.new("1", (12_000, 12_000)).save(tmp_path / "huge.png")
     for words, told in (
         (["predict", model, str(tmp_path / "torn.png")], "torn.png cannot be read as an image"),
-        (["predict", model, str(tmp_path / "no.png")], "no.png does not exist"),
+        (["predict", model, str(tmp_path / "huge.png")], "has 12000 x 12000 pixels, more than"),
+        (["predict", model, str(tmp_path / "no.png")], "no.png"),
         (["predict", model, str(tmp_path / "torn.png"), "--top", "0"], "--top 0 must be at least"),
-        (["evaluate", model, "--images", "digits"], "have 10 classes, of which the model, with 3"),
+        (["evaluate", model, "--images", "digits"],
+         "not know 10 of the 10 classes of the images: 0, 1, 2, 3, 4 and 5 more; its own are dark"),
+        (["evaluate", model, "--images", "digits", "--labels_by_index"], "the model only 3"),
+        (["evaluate", model, "--perplexity", "x", "--labels_by_index"], "--labels_by_index"),
         (["evaluate", model, "--images", "digits", "--tasks", "piqa"], "for a language model"),
-        (["evaluate", model, "--images", "no/where/here"], "neither a folder nor a dataset"),
+        (["evaluate", model, "--images", "no/where/here"], "--images: no no/where/here"),
+        (["evaluate", model, "--images", str(pictures)[:-1]], f"did you mean {pictures}?"),
         (["evaluate", model, "--perplexity", "x", "--confusion", "x.png"], "--confusion"),
-        (["evaluate", model, "--images", "no/where/here", "--confusion", str(tmp_path / "a" / "b")],
-         "b cannot be written: there is no such folder"),
+        (["evaluate", model, "--images", "digits", "--confusion", str(tmp_path / "a" / "b")],
+         f"--confusion: no {tmp_path / 'a'}"),
         (["evaluate", model, "--images", str(pictures), "--confusion", str(tmp_path / "a.doc")],
          "a.doc cannot be written"),
     ):  # fmt: skip
@@ -198,4 +205,56 @@ def test_what_cannot_be_done_is_said(
 
 def test_a_language_model_is_no_classifier(parrot: Path, pictures: Path, capsys: Any) -> None:
     said = refused(["evaluate", str(parrot), "--images", str(pictures)], capsys)
-    assert f"{parrot} cannot be loaded" in said
+    assert f"{parrot} is a language model, not an image classifier; use tokenformer gen" in said
+    said = refused(["predict", str(parrot), str(pictures / "val" / "dark")], capsys)
+    assert "is a language model" in said
+
+
+def test_a_classifier_is_no_language_model(classifier: Path, capsys: Any) -> None:
+    for words in (["generate", "--prompt", "a"], ["evaluate", "--tasks", "piqa"]):
+        said = refused([words[0], str(classifier), *words[1:]], capsys)
+        assert "is an image classifier, not a language model; use tokenformer predict" in said
+        assert said.count("\n") == 1
+
+
+def test_classes_are_matched_by_name_and_by_number_only_if_asked(
+    classifier: Path, pictures: Path, capsys: Any
+) -> None:
+    words = ["evaluate", str(classifier), "--images", str(pictures), "--json"]
+    main(words)
+    by_name = json.loads(capsys.readouterr().out)["images"]
+    (pictures / "val" / "dark").rename(pictures / "val" / "sombre")
+    said = refused(words, capsys)
+    assert "does not know 1 of the 3 classes of the images: sombre" in said
+    assert "its own are dark, middling, light; " in said
+    assert "--labels_by_index" in said
+    (pictures / "val" / "sombre").rename(pictures / "val" / "0 dark")
+    (pictures / "val" / "middling").rename(pictures / "val" / "1 middling")
+    (pictures / "val" / "light").rename(pictures / "val" / "2 light")
+    main([*words, "--labels_by_index"])
+    by_index = json.loads(capsys.readouterr().out)["images"]
+    assert by_index["classes"] == ["0 dark", "1 middling", "2 light"]
+    assert by_index["confusion"] == by_name["confusion"]
+
+
+def test_predict_follows_the_problem_type(classifier: Path, pictures: Path, capsys: Any) -> None:
+    file = files_of(pictures)[0][0]
+    [logits] = logits_of(classifier, [file])
+    config = json.loads((classifier / "config.json").read_text())
+    words = ["predict", str(classifier), str(file)]
+    evaluate = ["evaluate", str(classifier), "--images", str(pictures)]
+    for kind in ("multi_label_classification", "regression"):
+        (classifier / "config.json").write_text(json.dumps({**config, "problem_type": kind}))
+        main([*words, "--json", "--top", "2"])
+        [rows] = json.loads(capsys.readouterr().out).values()
+        if kind == "regression":
+            assert [row["label"] for row in rows] == list(NAMES)
+            assert [row["value"] for row in rows] == pytest.approx(logits.tolist(), rel=1e-4)
+        else:
+            shares = logits.sigmoid().topk(2).values.tolist()
+            assert [row["share"] for row in rows] == pytest.approx(shares, rel=1e-4)
+        main(words)
+        assert ("%" in capsys.readouterr().out) == (kind != "regression")
+        said = refused(evaluate, capsys)
+        assert f"the model's problem_type is {kind}" in said
+        assert said.count("\n") == 1

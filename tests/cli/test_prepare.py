@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import time
+import threading
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
+from tests.processes import LIMIT, take_interrupts, wait_until
+from tokenformer.cli import main
 from tokenformer.data.corpus import Corpus
 from tokenformer.data.errors import DataError
 from tokenformer.data.standard_library import source_files
@@ -22,9 +24,17 @@ COMMAND = [sys.executable, "-m", "tokenformer", "prepare"]
 
 
 def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, **options
-    )
+    command = [*COMMAND, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, **options)
+
+
+def run_here(*arguments: object) -> int:
+    """The same in this process, for its exit code; what it prints goes to `capsys`."""
+    try:
+        main(["prepare", *map(str, arguments)])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -84,11 +94,58 @@ def test_a_text_file_to_shards(tmp_path):
     assert text == "It was a dark and stormy night.\n" * 5 + "<|endoftext|>"
 
 
+def test_a_corpus_without_validation_says_how_to_train_on_it(tmp_path, capsys):
+    (tmp_path / "book.txt").write_text("It was a dark and stormy night.\n" * 100)
+    (tmp_path / "row.jsonl").write_text('{"text": "all there is"}\n')
+    remedy = "No validation split: train with --run.validate_every 0, "
+    for _ in range(2):  # also where it is prepared already
+        assert run_here(tmp_path / "book.txt", "--out", tmp_path / "a", "--validation", 0) == 0
+        said = capsys.readouterr().out
+        assert said.endswith(f"{remedy}or prepare it in another folder with --validation 0.05\n")
+    assert run_here(tmp_path / "row.jsonl", "--out", tmp_path / "b", "--json") == 0
+    said = capsys.readouterr()
+    assert list(json.loads(said.out)["splits"]) == ["train"]
+    assert said.err == f"{remedy}since there are too few documents to hold one out\n"
+    assert run_here(tmp_path / "book.txt", "--out", tmp_path / "c") == 0
+    assert "No validation" not in capsys.readouterr().out
+
+
+def test_options_of_reading(tmp_path, capsys):
+    (tmp_path / "old.txt").write_bytes("naïve café\n".encode("latin-1") * 20)
+    (tmp_path / "bomb.txt.gz").write_bytes(gzip.compress(b"a line\n" * 2_500_000))
+    (tmp_path / "row.jsonl").write_text('{"text": "all there is"}\n')
+    for name, refusal, options in (
+        (
+            "old.txt",
+            "byte 0xef at offset 2; give its encoding by --encoding",
+            ["--encoding=cp1252"],
+        ),
+        ("bomb.txt.gz", "allow more by --max_ratio 1000, or", ["--max_ratio", "0"]),
+        ("row.jsonl", "allow longer rows by --max_row_bytes", ["--max_row_bytes", "100"]),
+    ):
+        path, out = tmp_path / name, tmp_path / f"{name}-out"
+        few = ["--max_row_bytes", "10"] if name == "row.jsonl" else []
+        assert run_here(path, "--out", out, *few) == 2
+        said = capsys.readouterr().err
+        assert refusal in said
+        assert said.count("\n") == 1
+        assert not out.exists()
+        assert run_here(path, "--out", out, *options) == 0
+    assert Corpus(tmp_path / "old.txt-out").split("train")[:5].tolist() == [*"naïv".encode()]
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
         (["book.txt"], "--out is missing"),
-        (["nothing.txt", "--out", "new"], "nothing.txt does not exist"),
+        (["nothing.txt", "--out", "new"], "no nothing.txt (give a file, a folder, or a dataset"),
+        (["bok.txt", "--out", "new"], "no bok.txt; did you mean book.txt?"),
+        (["./txts", "--out", "new"], "no ./txts; did you mean texts?"),
+        (["texts/precios", "--out", "new"], "no texts/precios; did you mean texts/precious.txt?"),
+        (["datasets:./txts", "--out", "new"], "dataset ./txts was not found: no ./txts; did you"),
+        (["book.txt", "--out", "new", "--tokenizer", "full/tok"], "--tokenizer: no full/tok (give"),
+        (["book.txt", "--out", "new", "--tokenizer", "tok.json"], "--tokenizer: no tok.json"),
+        (["book.txt", "--out", "new", "--tokenizer", "./txts"], "--tokenizer: no ./txts; did you"),
         (["book.txt", "--out", "full"], "--out full is in use"),
         (["book.txt", "--out", "book.txt/below"], "--out book.txt/below cannot be made"),
         (["texts", "--out", "texts/new"], "--out texts/new lies in the corpus texts"),
@@ -102,13 +159,52 @@ def test_a_text_file_to_shards(tmp_path):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_one_line_and_exit_code_2(folder, arguments, named):
+def test_bad_input_is_one_line_and_exit_code_2(folder, arguments, named, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
     before = contents(folder)
-    done = run(*arguments, cwd=folder)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert named in done.stderr
+    assert run_here(*arguments) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert named in said
     assert contents(folder) == before
+    assert not (folder / "new").exists()
+
+
+NO_HUB = """
+import sys
+from tokenformer.cli import main
+try:
+    main(["prepare", *sys.argv[1:]])
+finally:
+    heavy = {"torch", "transformers", "datasets", "pyarrow"} & sys.modules.keys()
+    sys.stderr.write(f"imported: {sorted(heavy)}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["boook", "--out", "new"], "boook is neither a folder here nor a dataset on the hub"),
+        (["book.txt", "--out", "new", "--tokenizer", "no/one"], "--tokenizer: no/one is neither"),
+    ],
+)
+def test_the_hub_is_asked_once_and_before_anything_is_imported(folder, arguments, told):
+    """Where it cannot be reached: no address is closer than a port that nobody listens on."""
+    hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", NO_HUB, *arguments],
+        cwd=folder,
+        env={**os.environ, **hub},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    line, imported = done.stderr.splitlines()
+    assert told in line
+    assert "could not connect" in line
+    assert imported == "imported: []"
+    assert "Retry" not in done.stderr
+    assert done.returncode == 2
     assert not (folder / "new").exists()
 
 
@@ -138,17 +234,14 @@ def kill_after_progress(command: list[str], out: Path) -> bool:
     running = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 60
-    while position(out) in (None, before) and running.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: position(out) not in (None, before), running)
     if running.poll() is not None:
         assert running.returncode == 0, running.communicate()[1]
         return False
     children = psutil.Process(running.pid).children(recursive=True)
     running.kill()
-    running.communicate()
-    _, alive = psutil.wait_procs(children, timeout=20)
+    running.communicate(timeout=LIMIT)
+    _, alive = psutil.wait_procs(children, timeout=LIMIT)
     assert not alive, "a worker does not outlive its parent"
     return True
 
@@ -188,20 +281,26 @@ def test_the_number_of_processes_changes_nothing(tmp_path, sources, tokenizer):
 
 def test_interrupted_it_says_so_and_goes_on_later(tmp_path, sources, tokenizer):
     out, many = tmp_path / "out", tmp_path / "many.jsonl"
-    many.write_text(6 * sources.read_text())  # which takes long enough to be interrupted
-    command = [*COMMAND, str(many), "--out", str(out), "--tokenizer", str(tokenizer)]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while position(out) is None and running.poll() is None:
-        time.sleep(0.002)
+    many.write_text(2 * sources.read_text())  # which takes long enough to be interrupted
+    options = ["--out", str(out), "--tokenizer", str(tokenizer), "--workers", "1"]
+    command = [*COMMAND, str(many), *options]
+    running = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=take_interrupts,
+    )
+    wait_until(lambda: position(out) is not None, running, pause=0.002)
     running.send_signal(signal.SIGSTOP)  # or it might be done before the second has begun
-    second = run(many, "--out", out, "--tokenizer", tokenizer)
+    second = run(many, *options)
     assert second.returncode == 2
     assert "is being filled by another process" in second.stderr
     running.send_signal(signal.SIGINT)
     running.send_signal(signal.SIGCONT)
-    assert running.communicate(timeout=30)[1] == "tokenformer prepare: interrupted\n"
+    assert running.communicate(timeout=LIMIT)[1] == "tokenformer prepare: interrupted\n"
     assert running.returncode == 130
-    done = run(many, "--out", out, "--tokenizer", tokenizer)
+    done = run(many, *options)
     assert done.returncode == 0, done.stderr
     assert f"going on with {out}" in done.stdout
     Corpus(out).verify()
@@ -224,18 +323,19 @@ def peak_memory(*arguments: object) -> int:
         capture_output=True,
         text=True,
         check=True,
+        timeout=LIMIT,
     )
     return int(done.stderr)
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
-    """Sixteen times the text, a lone file or rows, and the same peak."""
+    """Eight times the text, a lone file or rows, and the same peak."""
     block = np.random.default_rng(0).integers(97, 123, 1_000_000, dtype=np.uint8)
     block[::50] = 10
     row = json.dumps({"text": block.tobytes().decode()}).encode() + b"\n"
     for name, content in (("text", block.tobytes()), ("rows.jsonl", row)):
         peaks = []
-        for megabytes in (4, 64):
+        for megabytes in (4, 32):
             path = tmp_path / f"{megabytes}-{name}.gz"
             with gzip.open(path, "wb", compresslevel=1) as file:
                 for _ in range(megabytes):
@@ -254,13 +354,98 @@ def test_a_full_disk_is_one_clear_line_and_nothing_is_lost(tmp_path, sources, to
     )
     arguments = ["prepare", sources, "--out", out, "--workers", "1"]
     done = subprocess.run(
-        [sys.executable, "-c", limited, *map(str, arguments)], capture_output=True, text=True
+        [sys.executable, "-c", limited, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
     )
     assert done.returncode == 2
-    assert done.stderr == f"tokenformer prepare: --out {out} cannot be written: File too large\n"
+    assert done.stderr.startswith(
+        f"tokenformer prepare: --out {out} cannot be written: File too large; run the same command"
+    )
+    assert done.stderr.count("\n") == 1
     done = run(sources, "--out", out)
     assert done.returncode == 0, done.stderr
     Corpus(out).verify()
+
+
+class Disk:
+    """A small file system of its own in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def mount(self, kilobytes: int, more: str = "") -> bool:
+        options = f"{more}size={kilobytes}k"
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(self.folder)]
+        try:
+            return subprocess.run(command, capture_output=True, timeout=LIMIT).returncode == 0
+        except FileNotFoundError:
+            return False
+
+    def unmount(self) -> None:
+        subprocess.run(["umount", str(self.folder)], check=True, timeout=LIMIT)
+
+
+@pytest.fixture
+def disk(tmp_path) -> Disk:
+    disk = Disk(tmp_path / "disk")
+    disk.folder.mkdir()
+    if not disk.mount(1):
+        pytest.skip("a small disk can be mounted by root on Linux alone")
+    disk.unmount()
+    return disk
+
+
+def test_a_disk_that_is_full_at_any_moment(tmp_path, disk, capsys):
+    """From the journal, which is written first, to the index, which is written last."""
+    text = tmp_path / "book.txt"
+    text.write_text("It was a dark and stormy night.\n" * 600)
+    assert run_here(text, "--out", tmp_path / "whole") == 0
+    enough = False
+    for kilobytes in range(4, 120, 8):
+        assert disk.mount(kilobytes)
+        try:
+            out = disk.folder / "out"
+            capsys.readouterr()
+            enough = run_here(text, "--out", out) == 0
+            said = capsys.readouterr().err
+            if not enough:
+                assert said.startswith(f"tokenformer prepare: --out {out} cannot be written: No sp")
+                assert said.count("\n") == 1
+                assert "Traceback" not in said
+                with pytest.raises(DataError, match=r"not finished|no prepared corpus"):
+                    Corpus(out)
+                assert disk.mount(1000, "remount,")
+                assert run_here(text, "--out", out) == 0
+            assert contents(out) == contents(tmp_path / "whole")
+        finally:
+            disk.unmount()
+        if enough:
+            assert kilobytes > 40
+            return
+    raise AssertionError("120 kB are enough")
+
+
+def test_a_full_disk_while_processes_encode_and_a_tokenizer_is_saved(
+    tmp_path, disk, tokenizer, sources, capsys
+):
+    from transformers import PreTrainedTokenizerFast
+
+    fast = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), eos_token="<|endoftext|>")
+    fast.save_pretrained(tmp_path / "folder")
+    for kilobytes, name in ((8, tmp_path / "folder"), (200, tokenizer)):
+        assert disk.mount(kilobytes)
+        try:
+            out = disk.folder / "out"
+            options = ["--tokenizer", name, "--workers", 2, "--documents", 40]
+            assert run_here(sources, "--out", out, *options) == 2
+            said = capsys.readouterr().err
+            assert "cannot be written" in said
+            assert "No space left" in said
+            assert said.count("\n") == 1
+        finally:
+            disk.unmount()
 
 
 def test_a_terminal_sees_a_bar(tmp_path, sources):
@@ -275,12 +460,15 @@ def test_a_terminal_sees_a_bar(tmp_path, sources):
     )
     os.close(secondary)
     shown = b""
+    killer = threading.Timer(LIMIT, running.kill)
+    killer.start()
     try:
         while block := os.read(primary, 4096):
             shown += block
     except OSError:  # the other end is closed
         pass
     os.close(primary)
-    assert running.wait() == 0
+    assert running.wait(timeout=LIMIT) == 0
+    killer.cancel()
     assert "━".encode() in shown
     assert b"MB of text" in shown

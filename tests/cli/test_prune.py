@@ -94,12 +94,12 @@ def test_two_folders_become_one(home, monkeypatch, capsys):
         ("prune small --keep 0.5 --data text.txt --out new", "text.txt"),
         ("prune small --keep 0.5 --data small --out new", "holds no prepared corpus"),
         ("prune small --keep 0.5 --data data --split test --out new", "no split 'test'"),
-        ("prune small --keep 0.5 --data data --length 99999 --out new", "too few"),
+        ("prune small --keep 0.5 --data data --length 99999 --out new", "needs 100000"),
         ("prune small --keep 0.5 --data data --sequences 0 --out new", "--sequences 0"),
         ("prune small --ffn_tokens 97 --data data --out new", "cannot enlarge"),
         ("prune data --out new", "has no config.json"),
         ("prune small --out grown", "is in use"),
-        ("merge small absent --out new", "absent is not a model folder"),
+        ("merge small ./absent --out new", "merge: no ./absent"),
         ("merge small grown", "--out is missing"),
         ("merge small grown --out data", "is in use"),
         ("merge small grown --embeddings c --out new", "embeddings='c' is unknown"),
@@ -193,8 +193,8 @@ def test_a_classifier_in_half_precision_is_pruned_and_one_without_processor_refu
     ("words", "told"),
     [
         (["--keep", "0.5"], "--images is missing"),
-        (["--keep", "0.5", "--data", "x"], "is an image classifier, for which there is no --data"),
-        (["--keep", "0.5", "--images", "no/where/here"], "neither a folder nor a dataset"),
+        (["--keep", "0.5", "--data", "."], "is an image classifier, for which there is no --data"),
+        (["--keep", "0.5", "--images", "no/where/here"], "--images: no no/where/here"),
     ],
 )
 def test_what_a_classifier_is_not_pruned_by(classifier, monkeypatch, capsys, words, told):

@@ -1,13 +1,14 @@
 """Prepared folders: many shards as one sequence, and refusal of what is not whole."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenformer.data.batches import sample_batch
+from tokenformer.data.batches import fixed_batches, sample_batch
 from tokenformer.data.corpus import Corpus
 from tokenformer.data.errors import DataError
 from tokenformer.data.preparation import Request, prepare
@@ -72,6 +73,20 @@ def test_batches_are_those_of_the_array(folder):
     assert (on_disk == sample_batch(expected(folder), **options)).all()
 
 
+def test_a_split_that_is_too_short_is_named_with_its_size(folder):
+    corpus = Corpus(folder)
+    short = len(corpus.split("validation"))
+    told = (
+        f"split validation of {folder} has {short} tokens; one sequence of length 5000 needs 5001"
+    )
+    with pytest.raises(DataError, match=re.escape(told)):
+        fixed_batches(corpus.split("validation"), batch_size=1, length=5000, count=1)
+    with pytest.raises(DataError, match=r"split train of .* has \d+ tokens; .* needs 99001"):
+        sample_batch(corpus.split("train"), length=99_000, seed=0, first_sample=0, count=1)
+    with pytest.raises(DataError, match="the text has 3 tokens; one sequence of length 5 needs 6"):
+        sample_batch(np.arange(3, dtype=np.uint16), length=5, seed=0, first_sample=0, count=1)
+
+
 def test_a_torn_shard_is_named(copy):
     shard = copy / "train-00002.bin"
     shard.write_bytes(shard.read_bytes()[:-2])
@@ -106,23 +121,53 @@ def test_what_is_no_corpus_says_so(copy, tmp_path_factory):
         Corpus(tmp_path_factory.mktemp("empty"))
 
 
+def shard(index):
+    return index["splits"]["train"]["shards"][0]
+
+
 @pytest.mark.parametrize(
-    "alter",
+    ("alter", "named"),
     [
-        lambda index: index.pop("dtype"),
-        lambda index: index.update(dtype="object"),
-        lambda index: index.update(format="other"),
-        lambda index: index["splits"]["train"]["shards"][0].update(file="../elsewhere.bin"),
-        lambda index: index["splits"]["train"]["shards"][0].update(tokens="many"),
-        lambda index: index.update(splits=[]),
+        (lambda index: index.pop("dtype"), "dtype is None"),
+        (lambda index: index.update(dtype="object"), "dtype is 'object'"),
+        (lambda index: index.update(dtype=[]), "dtype is"),
+        (lambda index: index.update(format="other"), "of the format"),
+        (lambda index: index.update(vocab_size=True), "vocab_size is True"),
+        (lambda index: index.update(splits=[]), r"splits are \[\]"),
+        (lambda index: index.update(splits={}), "splits are {}"),
+        (lambda index: index["splits"].update(train=5), "splits.train is 5"),
+        (lambda index: index["splits"]["train"].update(bytes=1.5), "train.bytes is 1.5"),
+        (lambda index: index["splits"]["train"].update(tokens=1), "train.tokens is 1, its shards"),
+        (lambda index: index["splits"]["train"].update(shards={}), "train.shards is {}"),
+        (lambda index: shard(index).update(file="../elsewhere.bin"), "file is '../elsewhere.bin'"),
+        (lambda index: shard(index).update(file="/dev/zero"), "file is '/dev/zero'"),
+        (lambda index: shard(index).update(file=".."), "file is '..'"),
+        (lambda index: shard(index).update(file="a\0b"), "file is 'a"),
+        (lambda index: shard(index).update(file=None), "file is None"),
+        (lambda index: shard(index).update(tokens="many"), "tokens is 'many'"),
+        (lambda index: shard(index).update(tokens=-5), "tokens is -5"),
+        (lambda index: shard(index).update(sha256="xyz"), "sha256 is 'xyz'"),
+        (lambda index: index.update(settings="x" * 1000), "settings are 'x"),
     ],
 )
-def test_an_index_that_is_not_ours_is_refused(copy, alter):
+def test_an_index_that_is_not_ours_is_refused_by_field(copy, alter, named):
     index = json.loads((copy / "index.json").read_text())
     alter(index)
     (copy / "index.json").write_text(json.dumps(index))
-    with pytest.raises(DataError, match=r"index.json is not"):
+    with pytest.raises(DataError, match=rf"index.json is not .*{named}") as raised:
         Corpus(copy)
-    (copy / "index.json").write_text("{torn")
-    with pytest.raises(DataError, match=r"index.json is not JSON"):
+    assert len(str(raised.value)) < 300 + len(str(copy))
+
+
+@pytest.mark.parametrize("text", ["{torn", "", "null", "[" * 100_000, "\udcff"])
+def test_a_torn_index_is_refused(copy, text):
+    (copy / "index.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(DataError, match=r"index.json is not (JSON|of the format)"):
         Corpus(copy)
+
+
+def test_a_folder_or_another_size_in_the_place_of_a_shard(copy):
+    (copy / "train-00000.bin").unlink()
+    (copy / "train-00000.bin").mkdir()
+    with pytest.raises(DataError, match=r"train-00000.bin is not a file"):
+        Corpus(copy).split("train")

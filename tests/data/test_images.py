@@ -2,6 +2,8 @@
 
 import gzip
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from PIL import Image
 from tokenformer.data.errors import DataError
 from tokenformer.data.image_formats import cifar_images, read_idx
 from tokenformer.data.image_sources import FASHION, images_to_measure, load_images
-from tokenformer.data.images import ArrayImages, FileImages, decoded
+from tokenformer.data.images import ArrayImages, DatasetImages, FileImages, decoded
 
 
 def write_tree(folder: Path, *, splits: tuple[str, ...] = ("train", "val")) -> None:
@@ -64,6 +66,91 @@ def test_photographs_are_turned_upright(tmp_path: Path) -> None:
     assert pixels.shape == (24, 8, 3)
     assert (pixels[:12] == 255).all()
     assert (pixels[12:] == 0).all()
+
+
+def save_large(path: Path, mode: str, size: tuple[int, int]) -> np.ndarray:
+    """A gradient across the width, bright in its lower half; its shades in one channel."""
+    shades = np.tile(np.linspace(0, 120, size[0]).astype(np.uint8), (size[1], 1))
+    shades[size[1] // 2 :] += 120
+    image = Image.fromarray(shades).convert(mode)
+    if mode == "I;16":
+        image = Image.fromarray(shades.astype(np.uint16) * 256)
+    image.save(path, quality=95)
+    return shades
+
+
+@pytest.mark.parametrize(
+    ("mode", "suffix"),
+    [("L", "png"), ("RGB", "jpg"), ("RGB", "png"), ("P", "png"), ("I;16", "png"), ("RGBA", "png")],
+)
+def test_large_images_are_reduced(tmp_path: Path, monkeypatch, mode: str, suffix: str) -> None:
+    """By a whole number, whatever their kind, to what averaging the shades gives."""
+    monkeypatch.setattr("tokenformer.data.images.LARGE", 10_000)
+    monkeypatch.setattr("tokenformer.data.images.STRIP", 7)
+    shades = save_large(tmp_path / f"large.{suffix}", mode, (403, 200))  # eight times too large
+    pixels = decoded(tmp_path / f"large.{suffix}")
+    assert pixels.dtype == np.uint8
+    grey = mode in ("L", "I;16")
+    factor = {"jpg": 4}.get(suffix, 3)  # a JPEG has only powers of two
+    assert pixels.shape[:2] == (-(-200 // factor), -(-403 // factor))
+    assert pixels.shape[2] == (1 if grey else 3)
+    side = 200 // factor
+    whole = shades[: side * factor, : (403 // factor) * factor]
+    means = whole.reshape(side, factor, 403 // factor, factor).mean((1, 3))
+    assert np.abs(pixels[:side, : 403 // factor, 0] - means).max() < 8
+
+
+def test_a_large_photograph_is_turned_upright(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("tokenformer.data.images.LARGE", 10_000)
+    lying = np.zeros((200, 400, 3), np.uint8)
+    lying[:, :200] = 255
+    turn_clockwise = Image.Exif()
+    turn_clockwise[0x0112] = 6
+    Image.fromarray(lying).save(tmp_path / "photo.jpg", exif=turn_clockwise)
+    pixels = decoded(tmp_path / "photo.jpg")
+    assert pixels.shape == (100, 50, 3)
+    assert (pixels[:45] > 250).all()
+    assert (pixels[55:] < 5).all()
+
+
+# The high-water mark is set back first: it begins at that of the process that started this one.
+BOMB = """
+import sys
+from pathlib import Path
+from PIL import Image, PngImagePlugin
+from tokenformer.data.errors import DataError
+from tokenformer.data.images import decoded
+
+def kilobytes(name):
+    return int(Path("/proc/self/status").read_text().partition(name + ":")[2].split()[0])
+
+Path("/proc/self/clear_refs").write_text("5")
+before = kilobytes("VmRSS")
+try:
+    print(decoded(Path(sys.argv[1])).shape)
+except DataError as error:
+    print(error)
+print(kilobytes("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak")
+@pytest.mark.parametrize(
+    ("side", "told", "most"),
+    [(12_000, "has 12000 x 12000 pixels, more than the limit of 89,478,485", 30_000),
+     (9_000, "(3000, 3000, 1)", 150_000)],
+)  # fmt: skip
+def test_the_memory_of_a_huge_image_is_bounded(
+    tmp_path: Path, side: int, told: str, most: int
+) -> None:
+    """1 bit a pixel on disk and 8 in memory: 81 MB once, and none of what is refused."""
+    Image.new("1", (side, side), 1).save(tmp_path / "huge.png")
+    command = [sys.executable, "-c", BOMB, str(tmp_path / "huge.png")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    answer, kilobytes = done.stdout.splitlines()
+    assert told in answer
+    assert int(kilobytes) < most
+    assert done.stderr == ""
 
 
 def test_held_out_images_alone_are_measured_but_not_trained_on(tmp_path: Path) -> None:
@@ -245,6 +332,27 @@ def test_datasets_with_gaps(tmp_path: Path) -> None:
         load_images(saved("words", ["a", "b", "a"], datasets.Value("string")))
 
 
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_huge_images_of_datasets_are_refused_before_they_are_decoded(tmp_path: Path) -> None:
+    import datasets
+
+    Image.new("1", (12_000, 12_000)).save(tmp_path / "huge.png")
+    pictures = [{"bytes": (tmp_path / "huge.png").read_bytes(), "path": None}]
+    Image.new("L", (6, 5), 77).save(tmp_path / "small.png")
+    pictures.append({"bytes": None, "path": str(tmp_path / "small.png")})
+    for mode in (None, "RGB"):
+        features = datasets.Features(
+            {"image": datasets.Image(mode=mode), "label": datasets.ClassLabel(names=["a"])}
+        )
+        rows = datasets.Dataset.from_dict({"image": pictures, "label": [0, 0]}, features=features)
+        pictures_of = DatasetImages(rows, "image", "label")
+        with pytest.raises(DataError, match=r"row 0 .*12000 x 12000 pixels, more than the limit"):
+            pictures_of.picture(0)
+        pixels, _ = pictures_of.picture(1)
+        assert pixels.shape == (5, 6, 1 if mode is None else 3)
+        assert (pixels == 77).all()
+
+
 def test_digits_need_no_download():
     splits = load_images("digits")
     assert (len(splits.train), len(splits.held_out)) == (1617, 180)
@@ -252,6 +360,22 @@ def test_digits_need_no_download():
     assert pixels.shape == (8, 8, 1)
     assert splits.train.whole.pixels.max() == 255
     assert len(splits.classes) == 10
+
+
+def test_a_mistyped_folder_is_refused_at_once(tmp_path: Path, monkeypatch) -> None:
+    """And never asked for on the hub."""
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "file").write_text("text")
+    monkeypatch.chdir(tmp_path)
+    for name, told in (
+        ("./picturs", "did you mean pictures"),
+        (str(tmp_path / "picturs"), f"did you mean {tmp_path / 'pictures'}"),
+        ("pictures/train", "no pictures/train"),
+        ("./file", "it is a file"),
+        ("no/where/here", "no no/where/here"),
+    ):
+        with pytest.raises(DataError, match="neither a folder nor a dataset: .*" + told):
+            load_images(name)
 
 
 def test_what_holds_no_images_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tokenformer.data.errors import DataError
 from tokenformer.data.order import MODES, permute, round_keys, segment_starts, validation_starts
 
 
@@ -107,7 +108,7 @@ def test_validation_windows_are_fixed_spread_and_apart(total, count):
 def test_the_shortest_corpus_that_serves_and_the_longest_that_does_not():
     for mode in MODES:
         assert starts(17, 16, 5, 3, mode) == [0, 0, 0]
-        with pytest.raises(ValueError, match="16 tokens, too few for segments of length=16"):
+        with pytest.raises(DataError, match="16 tokens; one sequence of length 16 needs 17"):
             starts(16, 16, 0, 1, mode)
     with pytest.raises(ValueError, match="mode='shuffle' is not known; choose from random, epochs"):
         starts(17, 16, 0, 1, "shuffle")

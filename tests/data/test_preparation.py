@@ -130,6 +130,27 @@ def test_files_named_after_splits_stay_in_them(make, tmp_path):
         make(folder, validation=0.5)
 
 
+def test_train_and_test_without_validation_hold_out_of_train(make, tmp_path):
+    """Rows by document, a lone text by place, nothing if told so; the test split stays whole."""
+    rows, text = tmp_path / "rows", tmp_path / "text"
+    rows.mkdir()
+    (rows / "train.jsonl").write_bytes(jsonl(DOCUMENTS))
+    (rows / "test.jsonl").write_bytes(jsonl(["d"]))
+    found = all_documents(make(rows))
+    assert sorted(found["train"] + found["validation"]) == sorted(DOCUMENTS)
+    assert found["test"] == ["d"]
+    assert found["validation"]
+    text.mkdir()
+    book = "".join(f"line {number}\n" for number in range(1000))
+    (text / "test.txt").write_text("d")
+    (text / "train.txt").write_text(book)
+    found = all_documents(make(text))
+    assert found["train"][0] + found["validation"][0] == book
+    assert len(found["validation"][0]) == pytest.approx(0.05 * len(book), abs=20)
+    assert found["test"] == ["d"]
+    assert make(text, validation=0).splits == ["train", "test"]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_few_documents_are_never_all_on_one_side(make, tmp_path, seed):
     (tmp_path / "few.jsonl").write_bytes(jsonl(DOCUMENTS[:3]))
@@ -169,12 +190,6 @@ def test_the_share_held_out_is_the_share_asked_for(make, tmp_path):
     for seed in (0, 1):
         held_out = make(tmp_path / "many.jsonl", seed=seed).split("validation").documents
         assert abs(held_out - 1000) < 120  # four standard deviations
-
-
-def test_bytes_that_are_not_utf8_are_kept(make, tmp_path):
-    content = bytes(range(1, 256)) * 10
-    (tmp_path / "raw.bin").write_bytes(content)
-    assert make(tmp_path / "raw.bin", validation=0).split("train")[:-1].tolist() == [*content]
 
 
 def test_a_text_of_100_million_bytes_has_the_standard_split(make, tmp_path):

@@ -48,6 +48,17 @@ def test_a_broken_character_at_the_end_is_shown_as_such():
     assert streamed(BYTES, ids) == ["a", "", "", "\ufffd"]
 
 
+def test_a_tokenizer_in_python_streams_the_same_text():
+    from transformers import ByT5Tokenizer
+
+    tokenizer, text = ByT5Tokenizer(), "naïve 日本語"
+    ids = tokenizer(text)["input_ids"]
+    pieces = streamed(tokenizer, ids)
+    assert "".join(pieces) == text
+    assert "ï" in pieces
+    assert "".join(streamed(tokenizer, ids, stop=("日",))) == "naïve "
+
+
 def test_end_of_text_is_no_text():
     assert streamed(BYTES, [97, END_OF_TEXT, 98]) == ["a", "", "b", ""]
 
@@ -75,3 +86,9 @@ def test_text_ends_before_the_stop_sequence_that_is_complete_first(text, stops):
     ]
     kept = text[: min(ends)[1]] if ends else text
     assert "".join(streamed(BYTES, [*text.encode()], stops)) == kept
+
+
+def test_a_long_stop_text_costs_no_more_than_what_it_is_compared_with():
+    """At once; compared with the whole of the stop text it would take many minutes."""
+    ids = BYTES("aab" * 30).input_ids
+    assert "".join(streamed(BYTES, ids, stop=("a" * 1_000_000,))) == "aab" * 30

@@ -113,7 +113,7 @@ def test_a_tokenizer_folder_and_a_large_vocabulary(tmp_path):
         ({"tokenizer": "bpe", "vocab_size": 100}, "--vocab_size 100 must be at least 257"),
         ({"vocab_size": 4096}, "add --tokenizer bpe"),
         ({"tokenizer": "a.txt"}, "is not a tokenizer.json"),
-        ({"tokenizer": "no/such/thing"}, "--tokenizer no/such/thing is not bytes, bpe"),
+        ({"tokenizer": "no/such/thing"}, r"--tokenizer: no no/such/thing \(give bytes, bpe"),
     ],
 )
 def test_tokenizers_that_cannot_be_are_one_clear_line(tmp_path, monkeypatch, options, message):

@@ -18,6 +18,7 @@ def load_study():
     return module
 
 
+@pytest.mark.slow
 def test_the_study_runs_and_goes_on(corpus, tmp_path, monkeypatch, capsys):
     study = load_study()
     tiny = study.Regime(study.tokens(8, 16), study.tokens(16, 40), 25, 4, 1)

@@ -18,6 +18,7 @@ def load_study():
     return module
 
 
+@pytest.mark.slow
 def test_the_study_runs_and_goes_on(real_data, tmp_path, monkeypatch, capsys):
     study = load_study()
     monkeypatch.setattr(study, "BATCH", 4)

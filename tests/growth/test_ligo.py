@@ -7,12 +7,12 @@ import torch
 
 import tokenformer
 from tests.growth.test_transformer import logits, moved, trained
-from tokenformer.growth import ligo
+from tokenformer.growth.transformer import ligo
 
 
 def batches(seed=0):
     generator = torch.Generator().manual_seed(seed)
-    while True:
+    for _ in range(10_000):
         yield torch.randint(20, (4, 24), generator=generator)
 
 

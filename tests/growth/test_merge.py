@@ -8,9 +8,9 @@ import torch
 import tokenformer
 from tests.growth.conftest import train_on
 from tests.growth.test_tokens import logits, moved, train_once, trained
-from tokenformer.growth.merge import joined
 from tokenformer.growth.origin import NEW
-from tokenformer.growth.tokens import TokenSet
+from tokenformer.growth.tokens.merge import joined
+from tokenformer.growth.tokens.token_set import TokenSet
 from tokenformer.ops import THETAS, pattention
 
 LARGER = {"qkv_tokens": 40, "output_tokens": 30, "ffn_tokens": [120, 96]}

@@ -7,7 +7,8 @@ import torch
 
 import tokenformer
 from tests.growth.test_tokens import train_once, trained
-from tokenformer.growth.optimizer_state import grow_average
+from tokenformer.growth.grown_optimizer import grow_average
+from tokenformer.growth.tokens import growth
 
 SIZES = {"qkv_tokens": 48, "output_tokens": 30, "ffn_tokens": 200}
 KEY, VALUE = "model.layers.1.ffn.key_tokens", "model.layers.1.ffn.value_tokens"
@@ -60,14 +61,13 @@ def test_reset_forgets_and_keeps_the_groups(make_config):
 
 def test_cloned_moments_are_those_of_the_cloned_gradients(make_config):
     """Without noise, the gradients after cloning are the old ones times the origin's scale."""
-    from tokenformer.growth import tokens
 
     model, _ = trained(make_config, torch.float64)
-    noise, tokens.CLONE_NOISE = tokens.CLONE_NOISE, 0.0
+    noise, growth.CLONE_NOISE = growth.CLONE_NOISE, 0.0
     try:
         grown, report = tokenformer.grow(model, qkv_tokens=72, ffn_tokens=192, init="clone")
     finally:
-        tokens.CLONE_NOISE = noise
+        growth.CLONE_NOISE = noise
     ids = torch.randint(61, (4, 24))
     for each in (model, grown):
         each(input_ids=ids, labels=ids).loss.backward()

@@ -6,8 +6,9 @@ import torch
 import tokenformer
 from tests.growth.conftest import train_on
 from tests.growth.test_tokens import logits, trained
-from tokenformer.growth.plan import share_of
-from tokenformer.growth.prefix import active_share
+from tokenformer.growth.tokens.prefix import active_share
+from tokenformer.growth.tokens.token_counts import share_of
+from tokenformer.growth.tokens.token_set import token_layers
 from tokenformer.ops import THETAS
 
 
@@ -51,6 +52,15 @@ def test_the_report_compares_with_the_whole_model_whatever_is_active(make_config
     _, report = tokenformer.take_prefix(model, 0.5)
     assert report.max_output_change == expected.max_output_change > 0
     assert model.model.layers[0].ffn.active_tokens == 48
+
+
+def test_the_report_states_the_scale_of_the_model_in_memory(make_config):
+    """As during training that moves it: the configuration has the first one."""
+    model, _ = trained(make_config)
+    for _, layer in token_layers(model).values():
+        layer.scale_tokens = 5.0
+    _, report = tokenformer.take_prefix(model, 0.5)
+    assert {part.scale_before for part in report.parts} == {5.0}
 
 
 def test_the_optimizer_follows(make_config):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tokenformer
-from tokenformer.growth.tokens import GROW
+from tokenformer.growth.tokens.growth import GROW
 from tokenformer.layers import Pattention
 
 # The paper's growth steps in proportion, at a width that tests can afford.

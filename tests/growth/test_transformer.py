@@ -8,10 +8,10 @@ import torch
 
 import tokenformer
 from tests.growth.test_tokens import logits, moved, train_once
-from tokenformer.growth.optimizer_state import grow_average
+from tokenformer.growth.grown_optimizer import grow_average
 from tokenformer.growth.origin import like
-from tokenformer.growth.transformer import METHODS
-from tokenformer.growth.transformer_plan import target_config
+from tokenformer.growth.transformer.methods import METHODS
+from tokenformer.growth.transformer.target_config import target_config
 
 EXACT = {torch.float32: 1e-5, torch.float64: 1e-12}
 WIDE, DEEP = {"hidden_size": 64}, {"num_hidden_layers": 5}
@@ -370,5 +370,5 @@ def test_what_is_no_language_model_of_ours_is_refused(make_config):
     with pytest.raises(TypeError, match="not a TransformerModel"):
         tokenformer.grow(tokenformer.TransformerModel(make_config("transformer")), **WIDE)
     small = GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=8, n_positions=8)
-    with pytest.raises(TypeError, match="not in a GPT2LMHeadModel"):
+    with pytest.raises(TypeError, match="not a GPT2LMHeadModel"):
         tokenformer.grow(GPT2LMHeadModel(small), ffn_tokens=100)

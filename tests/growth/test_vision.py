@@ -10,7 +10,7 @@ from torch import Tensor
 import tokenformer
 from tests.models.test_vision import images, make
 from tokenformer.cli import main
-from tokenformer.growth.plan import sizes_of
+from tokenformer.growth.tokens.token_counts import sizes_of
 
 TOKENS = {"qkv_tokens": 8, "output_tokens": 8, "ffn_tokens": 24}
 LARGER = {"qkv_tokens": 24, "output_tokens": 16, "ffn_tokens": 48}
@@ -39,7 +39,7 @@ def test_growth_to_a_preset():
     config = tokenformer.TokenformerVisionConfig
     with torch.device("meta"):
         base = tokenformer.TokenformerForImageClassification(config.from_preset("base-match"))
-    from tokenformer.growth.plan import target_sizes
+    from tokenformer.growth.tokens.token_counts import target_sizes
 
     assert target_sizes(base.config, "base", {}) == sizes_of(config.from_preset("base"))
     with pytest.raises(ValueError, match="cannot change hidden_size from 768 to 1024"):

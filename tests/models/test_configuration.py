@@ -1,6 +1,7 @@
 """Configurations refuse what they do not mean, and survive JSON."""
 
 import json
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, GenerationConfig
 
-from tokenformer import TokenformerConfig, TransformerConfig
+from tokenformer import TokenformerConfig, TokenformerVisionConfig, TransformerConfig
 
 Make = Callable[..., Any]
 
@@ -277,3 +278,83 @@ def test_the_names_of_other_libraries_are_refused_with_ours(make_config, family,
 def test_an_option_of_the_other_family_is_refused(make_config, family, option, home):
     with pytest.raises(ValueError, match=f"'{option}' is an option of {home} alone"):
         make_config(family, **{option: "gelu"})
+
+
+def annotate(folder: Path, **keys: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **keys}))
+
+
+def test_foreign_keys_survive_loading_and_saving(
+    make_config: Make, family: str, tmp_path: Path
+) -> None:
+    """What the constructor refuses as a misnomer: tools annotate config.json with such names."""
+    foreign = {"num_layers": 2, "n_ctx": 64, "depth": 7, "note": {"by": "a tool"}}
+    config = make_config(family)
+    for name, value in foreign.items():
+        setattr(config, name, value)
+    config.save_pretrained(tmp_path / "first")
+    loaded = AutoConfig.from_pretrained(tmp_path / "first")
+    loaded.save_pretrained(tmp_path / "second")
+    for found in (loaded, type(config).from_pretrained(tmp_path / "second")):
+        assert {name: getattr(found, name) for name in foreign} == foreign
+        assert found.num_hidden_layers == 2
+    changed, unused = type(config).from_pretrained(
+        tmp_path / "first", depth=8, other=1, return_unused_kwargs=True
+    )
+    assert changed.depth == 8
+    assert unused == {"other": 1}
+
+
+def test_a_synonym_with_another_value_is_warned_of(
+    make_config: Make, family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_config(family).save_pretrained(tmp_path)
+    annotate(tmp_path, num_layers=9)
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    logging.Logger.warning_once.cache_clear()  # transformers': each message is shown once
+    ours = logging.getLogger("tokenformer.models.block_configuration")
+    ours.addHandler(caplog.handler)
+    try:
+        AutoConfig.from_pretrained(tmp_path)
+    finally:
+        logger.removeHandler(caplog.handler)
+        ours.removeHandler(caplog.handler)
+    assert "num_layers=9 is kept but has no effect; the option is num_hidden_layers=2" in (
+        caplog.text
+    )
+
+
+def test_derived_values_are_accepted_where_they_are_right(
+    make_config: Make, family: str, tmp_path: Path
+) -> None:
+    make_config(family).save_pretrained(tmp_path)
+    annotate(tmp_path, head_dim=8, rotary_dim=2)
+    assert AutoConfig.from_pretrained(tmp_path).head_dim == 8
+    annotate(tmp_path, head_dim=16)
+    assert "head_dim=16 is not an option; it follows from the others and is 8" in refusal(
+        lambda: AutoConfig.from_pretrained(tmp_path)
+    )
+
+
+def test_option_names() -> None:
+    """What a recipe may set: neither derived values nor the bookkeeping of transformers."""
+    tokens, matrices, images = (
+        set(config.option_names())
+        for config in (TokenformerConfig, TransformerConfig, TokenformerVisionConfig)
+    )
+    assert {"hidden_size", "qkv_tokens", "rotary_base", "attn_implementation"} <= tokens
+    assert {"intermediate_size", "mlp"} <= matrices - tokens
+    assert {"patch_size", "num_labels", "num_classes"} <= images
+    assert not {"head_dim", "architectures", "foo"} & (tokens | matrices | images)
+
+
+def test_auto_map_can_be_read_but_is_not_saved_empty(make_config: Make, family: str) -> None:
+    """TRL reads it from every configuration that it loads from a folder."""
+    config = make_config(family)
+    assert config.auto_map == {}
+    assert "auto_map" not in config.to_dict()
+    config.auto_map["AutoConfig"] = "module.Class"
+    assert type(config).from_dict(config.to_dict()).auto_map == {"AutoConfig": "module.Class"}
+    assert make_config(family).auto_map == {}

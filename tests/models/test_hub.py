@@ -245,7 +245,9 @@ tokenizer = AutoTokenizer.from_pretrained(folder)
 speak = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
 print(speak("So", max_new_tokens=9, do_sample=False, return_tensors=True)[0]["generated_token_ids"])
 """
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
+    )
     assert run.returncode == 0, run.stderr
     ids = model.generate(torch.tensor([[*b"So"]]), max_new_tokens=9, do_sample=False)
     assert json.loads(run.stdout) == ids[0].tolist()

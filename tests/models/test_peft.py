@@ -79,7 +79,7 @@ def test_adapter_trains_saves_loads_and_merges(base: Any, tmp_path: Path, target
 
 
 def test_what_does_not_work_is_said(base: Any) -> None:
-    """As docs/adapting.md has it; where peft learns one of these, the page should say so."""
+    """As docs/guides/lora.md has it; where peft learns one of these, the page should say so."""
     tokens = TARGETS["ffn"]
     with pytest.raises(ValueError, match="does not work with lora_dropout"):
         get_peft_model(base(), LoraConfig(target_parameters=tokens, lora_dropout=0.1))

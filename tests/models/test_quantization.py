@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
 import tokenformer
 from tokenformer.layers import Pattention
-from tokenformer.layers.int8 import Int8Pattention, rounded, widened
+from tokenformer.layers.int8 import Int8Pattention, dequantize, quantize
 from tokenformer.models import language, step
 from tokenformer.models.loading import load_for_training
-from tokenformer.ops.native.library import library
+from tokenformer.ops.backends.native.library import library
 
 Make = Callable[..., Any]
 INT8 = tokenformer.TokenQuantization()
@@ -34,24 +34,24 @@ def prompt(length: int = 20) -> torch.Tensor:
 def test_rounding_keeps_every_row_to_half_a_step():
     matrix = torch.randn(40, 30) * torch.logspace(-6, 6, 40)[:, None]
     matrix[7] = 0
-    numbers, scales = rounded(matrix)
+    numbers, scales = quantize(matrix)
     assert numbers.dtype == torch.int8
     assert numbers.abs().amax(1).tolist() == [0 if row == 7 else 127 for row in range(40)]
-    error = (widened(numbers, scales, torch.float32) - matrix).abs()
+    error = (dequantize(numbers, scales, torch.float32) - matrix).abs()
     assert (error <= 0.5001 * scales[:, None]).all()
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_layer_is_that_of_its_rounded_tokens(rows, dtype):
+def test_a_layer_is_that_of_its_quantized_tokens(rows, dtype):
     """Few rows from the numbers as they are, many by a matrix of them, gradients of x by it too."""
     torch.manual_seed(0)
     layer = Pattention(24, 16, 50, theta="gelu_l2", eps=1e-3, scale_tokens=33.0).to(dtype)
     int8 = Int8Pattention(layer)
     same = Pattention(24, 16, 50, theta="gelu_l2", eps=1e-3, scale_tokens=33.0, dtype=torch.float64)
     with torch.no_grad():
-        same.key_tokens.copy_(widened(int8.key_tokens, int8.key_scales, torch.float64))
-        same.value_tokens.copy_(widened(int8.value_tokens, int8.value_scales, torch.float64))
+        same.key_tokens.copy_(dequantize(int8.key_tokens, int8.key_scales, torch.float64))
+        same.value_tokens.copy_(dequantize(int8.value_tokens, int8.value_scales, torch.float64))
         x = torch.randn(rows, 24, dtype=dtype)
         close = {"rtol": 0, "atol": 0.05 if dtype == torch.bfloat16 else 1e-5}
         torch.testing.assert_close(int8(x).double(), same(x.double()), **close)
@@ -63,13 +63,13 @@ def test_a_layer_is_that_of_its_rounded_tokens(rows, dtype):
     torch.testing.assert_close(x.grad.double(), wide.grad, **close)
 
 
-def test_a_model_is_rounded_as_it_is_loaded_and_stays_so(folder, tmp_path):
+def test_a_model_is_quantized_as_it_is_loaded_and_stays_so(folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder)
     small = AutoModelForCausalLM.from_pretrained(folder, quantization_config=INT8)
     ids = prompt()
     with torch.no_grad():
         wanted, found = model(ids).logits, small(ids).logits
-    # Of these wild weights; what it costs real ones is measured in docs/performance.md.
+    # Of these wild weights; what it costs real ones is measured in docs/results/performance.md.
     assert 1e-4 < (found - wanted).norm() / wanted.norm() < 0.05
     assert bytes_of(small) < 0.3 * bytes_of(model)
     small.save_pretrained(tmp_path / "small")
@@ -88,7 +88,7 @@ def bytes_of(model: Any) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("way", ["rounded", "kept", "cast"])
+@pytest.mark.parametrize("way", ["quantized", "kept", "cast"])
 def test_speaking_says_what_reading_says(folder, dtype, way, tmp_path, monkeypatch):
     """As it is loaded, from a folder of int8, and given another type afterwards."""
     first = torch.float32 if way == "cast" else dtype
@@ -142,10 +142,10 @@ def test_what_cannot_be_had_is_told(make_model, folder, tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path / "transformer", quantization_config=INT8)
     learned = make_model("tokenformer", learned_scale=True).float()
     learned.save_pretrained(tmp_path / "learned")
-    with pytest.raises(ValueError, match="at a fixed scale"):
+    with pytest.raises(ValueError, match="a fixed scale_tokens"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "learned", quantization_config=INT8)
     small = AutoModelForCausalLM.from_pretrained(folder, quantization_config=INT8)
-    refusal = re.escape("rounded to int8; take the model it was made from")
+    refusal = re.escape("quantized to int8; use the model it was quantized from")
     with pytest.raises(ValueError, match=refusal):
         tokenformer.grow(small, ffn_tokens=100)
     with pytest.raises(ValueError, match=refusal):

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from tokenformer.models import language, step
 from tokenformer.models.cache import RoomyLayer, with_room
-from tokenformer.ops.native.library import library
+from tokenformer.ops.backends.native.library import library
 
 Make = Callable[..., Any]
 

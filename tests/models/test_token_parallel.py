@@ -16,7 +16,7 @@ from tokenformer import (
     TokenformerForImageClassification,
     TokenformerVisionConfig,
 )
-from tokenformer.growth.prefix import set_active_share
+from tokenformer.growth.tokens.prefix import set_active_share
 from tokenformer.layers.sharded import ShardedPattention
 from tokenformer.models.token_parallel import spread_tokens
 

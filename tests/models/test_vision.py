@@ -20,6 +20,7 @@ from transformers import (
 )
 
 import tokenformer
+from tokenformer.layers import PatchEmbedding
 from tokenformer.models.accounting import (
     count_parameters,
     image_forward_flops,
@@ -154,7 +155,8 @@ def test_other_image_sizes_get_interpolated_positions(family: str) -> None:
 
 
 def test_labels_may_be_classes_or_distributions(family: str) -> None:
-    model, classes = make(family), torch.tensor([0, 4, 2])
+    model = make(family, problem_type="single_label_classification")
+    classes = torch.tensor([0, 4, 2])
     hard = model(images(), labels=classes).loss
     soft = model(images(), labels=nn.functional.one_hot(classes, 5).float()).loss
     torch.testing.assert_close(hard, soft)
@@ -299,3 +301,54 @@ def test_trainer_trains(family: str, tmp_path: Path) -> None:
     trainer.train()
     predicted = trainer.predict(Stripes()).predictions.argmax(1)
     assert (predicted == np.arange(32) % 2).all()
+
+
+PROBLEMS = {
+    "single_label_classification": torch.tensor([0, 4, 2, 1]),
+    "multi_label_classification": torch.tensor([[1.0, 0, 0, 1, 0], [0, 1, 1, 0, 0]]).repeat(2, 1),
+    "regression": torch.linspace(-1, 1, 20).reshape(4, 5),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_loss_follows_the_problem_type(family: str, problem: str) -> None:
+    """The loss of transformers' ViT, and over accumulated batches that of one large batch."""
+    from transformers.loss.loss_utils import ForSequenceClassificationLoss
+
+    model, labels = make(family, problem_type=problem), PROBLEMS[problem]
+    batch = images(count=4)
+    logits = model(batch).logits.float()
+    whole = model(batch, labels=labels).loss
+    expected = ForSequenceClassificationLoss(labels, logits, model.config)
+    torch.testing.assert_close(whole, expected)
+    items = labels.numel()  # as Trainer counts them
+    parts = [
+        model(batch[rows], labels=labels[rows], num_items_in_batch=items).loss
+        for rows in (slice(0, 1), slice(1, 4))
+    ]
+    torch.testing.assert_close(sum(parts), whole)
+
+
+def test_problem_type_is_inferred_as_vit_does(family: str, tmp_path: Path) -> None:
+    for problem in ("single_label_classification", "multi_label_classification"):
+        model = make(family)
+        model(images(count=4), labels=PROBLEMS[problem])
+        assert model.config.problem_type == problem
+    one = make(family, num_classes=1)
+    loss = one(images(), labels=torch.tensor([0.5, -1.0, 2.0])).loss
+    assert one.config.problem_type == "regression"
+    errors = one(images()).logits.squeeze(1).float() - torch.tensor([0.5, -1.0, 2.0])
+    torch.testing.assert_close(loss, errors.square().mean())
+    with pytest.raises(ValueError, match="problem_type='multi_label' is unknown; choose one of"):
+        make(family, problem_type="multi_label")
+
+
+def test_input_embeddings_are_the_patches(family: str) -> None:
+    model = make(family)
+    embed = model.model.embed_patches
+    assert model.get_input_embeddings() is model.model.get_input_embeddings() is embed
+    model.enable_input_require_grads()
+    assert model.get_input_embeddings()(images()).requires_grad
+    other = PatchEmbedding(12, 4, 2, 16).double()
+    model.set_input_embeddings(other)
+    assert model.model.embed_patches is other

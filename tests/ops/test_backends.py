@@ -1,7 +1,6 @@
 """Every backend against the reference: values and gradients, where it could go wrong."""
 
 import itertools
-import sys
 
 import pytest
 import torch
@@ -10,11 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tokenformer.ops import BACKENDS, THETAS, choice, pattention, rules
-from tokenformer.ops import direct as direct_kernel
-from tokenformer.ops import streamed as streamed_kernel
-from tokenformer.ops.kernel import KERNELS
-from tokenformer.ops.vector import parts_of
+from tokenformer.ops import BACKENDS, THETAS, pattention
+from tokenformer.ops.backends import auto, derivatives, direct, saved_bytes, single_row, streamed
+from tokenformer.ops.backends.autograd import KERNELS
+from tokenformer.ops.backends.interface import Sizes
 
 # Two have tests of their own: the one without gradients and the one for GPUs.
 FAST = [name for name in BACKENDS if name not in ("reference", "native", "triton")]
@@ -25,11 +23,11 @@ thetas = pytest.mark.parametrize("theta", list(THETAS))
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of rows and chunks of tokens far smaller than the inputs below."""
-    monkeypatch.setattr(direct_kernel, "BLOCK_ROWS", 11)
-    monkeypatch.setattr(rules, "CACHED_BYTES", 0)
-    monkeypatch.setattr(streamed_kernel, "FEWEST_TOKENS", 4)
-    monkeypatch.setattr(streamed_kernel, "CHUNK_BYTES", 0)
-    monkeypatch.setattr(sys.modules["tokenformer.ops.vector"], "LEAST_BYTES", 0)
+    monkeypatch.setattr(direct, "BLOCK_ROWS", 11)
+    monkeypatch.setattr(derivatives, "CACHE_BYTES", 0)
+    monkeypatch.setattr(streamed, "FEWEST_TOKENS", 4)
+    monkeypatch.setattr(streamed, "CHUNK_BYTES", 0)
+    monkeypatch.setattr(single_row, "LEAST_BYTES", 0)
 
 
 def draw(
@@ -189,10 +187,10 @@ def test_rows_that_no_key_sees(backend):
 @pytest.mark.parametrize("tokens", [1, 7, 30, 48])
 def test_one_row_in_parts(tokens):
     x, keys, values = draw((1, 1, 6), (tokens, 6), (tokens, 5))
-    assert parts_of(x, keys, values) == {1: 1, 7: 7, 30: 15, 48: 16}[tokens]
-    assert parts_of(x.expand(2, 1, 6), keys, values) == 1
+    assert single_row.parts_of(x, keys, values) == {1: 1, 7: 7, 30: 15, 48: 16}[tokens]
+    assert single_row.parts_of(x.expand(2, 1, 6), keys, values) == 1
     wanted = all_of("reference", [x, keys, values])
-    assert_alike(all_of("vector", [x, keys, values]), wanted, 1e-12)
+    assert_alike(all_of("single_row", [x, keys, values]), wanted, 1e-12)
 
 
 @backends
@@ -287,19 +285,39 @@ def test_streaming_keeps_nothing_of_the_size_of_the_scores():
     assert sizes["reference"] >= 3 * rows * tokens
 
 
+@thetas
+@pytest.mark.parametrize("kernel", sorted(set(KERNELS) & set(FAST)))
+@pytest.mark.parametrize("rows", [5, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_bytes_are_what_autograd_saves(theta, kernel, rows, dtype):
+    inputs = draw((rows, 8), (40, 8), (40, 6), dtype=dtype)
+    own = {tensor.data_ptr() for tensor in inputs}
+    saved: dict[int, Tensor] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in own:
+            saved[id(tensor)] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        pattention(*inputs, theta=theta, backend=kernel)
+    total = sum(tensor.numel() * tensor.itemsize for tensor in saved.values())
+    assert saved_bytes(kernel, theta, Sizes(rows, 8, 40, 6), dtype) == total
+
+
 def test_auto_chooses_by_shape_and_need(monkeypatch):
     def chosen(rows: int, *, trained: bool = True, device: str = "cpu") -> str:
         x, keys, values = (
             torch.randn(shape, device=device) for shape in ((rows, 4), (9, 4), (9, 3))
         )
-        return choice.choose(x, keys.requires_grad_(trained), values, 9.0)
+        return auto.choose(x, keys.requires_grad_(trained), values, 9.0)
 
-    assert chosen(1) == "vector"
+    assert chosen(1) == "single_row"
     assert chosen(2) == "reference"
     assert chosen(100) == "direct"
     assert chosen(100, trained=False) == "direct"
     assert chosen(100, device="meta") == "reference"
-    monkeypatch.setattr(choice, "MOST_SCORE_BYTES", 100 * 9 * 4 - 1)
+    monkeypatch.setattr(auto, "MAX_SCORE_BYTES", 100 * 9 * 4 - 1)
     assert chosen(100) == "streamed"
     assert chosen(100, trained=False) == "direct", "which then keeps nothing either"
     with torch.no_grad():
@@ -308,7 +326,7 @@ def test_auto_chooses_by_shape_and_need(monkeypatch):
 
 @thetas
 def test_auto_under_transforms(theta, monkeypatch):
-    monkeypatch.setattr(choice, "FEW_ROWS", 0)
+    monkeypatch.setattr(auto, "FEW_ROWS", 0)
     x, keys, values = (t.detach() for t in draw((3, 5), (7, 5), (7, 4)))
 
     def call(x: Tensor) -> Tensor:

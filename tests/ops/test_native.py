@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.processes import LIMIT
 from tokenformer.layers import Linear, Pattention
 from tokenformer.layers.int8 import Int8Linear, Int8Pattention
-from tokenformer.ops import THETAS, choice, pattention
-from tokenformer.ops.native import linear, rows
-from tokenformer.ops.native.library import library
+from tokenformer.ops import THETAS, pattention
+from tokenformer.ops.backends import auto
+from tokenformer.ops.backends.native import few_rows, linear
+from tokenformer.ops.backends.native.library import library
 
 needs_compiler = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 thetas = pytest.mark.parametrize("theta", list(THETAS))
@@ -27,7 +29,7 @@ thetas = pytest.mark.parametrize("theta", list(THETAS))
 @pytest.fixture(autouse=True)
 def threads_for_anything(monkeypatch: pytest.MonkeyPatch):
     """Three threads, also for tiny shapes; more than some have tokens."""
-    monkeypatch.setattr(rows, "threads_for", lambda size: 3)
+    monkeypatch.setattr(few_rows, "threads_for", lambda size: 3)
     with torch.no_grad():
         yield
 
@@ -131,8 +133,8 @@ def test_int8_tokens_are_their_scaled_numbers(dtype):
     (x,) = draw((3, 50), dtype=dtype)
     keys, values = (torch.randint(-127, 128, (77, d), dtype=torch.int8) for d in (50, 20))
     key_scales, value_scales = torch.rand(77) + 0.1, torch.rand(77) + 0.1
-    of = rows.tokens(keys, values, 77.0, key_scales, value_scales)
-    found = rows.pattention(x, of, torch.int8, rows.rule("l2_gelu", "none", 0.0))
+    of = few_rows.token_pointers(keys, values, 77.0, key_scales, value_scales)
+    found = few_rows.pattention(x, of, torch.int8, few_rows.theta_struct("l2_gelu", "none", 0.0))
     plain = [t.double() * s[:, None] for t, s in ((keys, key_scales), (values, value_scales))]
     wanted = pattention(x.double(), *plain, backend="reference")
     rounded = {"rtol": 2e-2 if dtype == torch.bfloat16 else 1e-4, "atol": 1e-2}
@@ -175,7 +177,7 @@ def test_auto_takes_it_only_where_it_can():
     x, keys, values = draw((2, 6), (30, 6), (30, 5))
 
     def chosen(*inputs: Tensor) -> str:
-        return choice.choose(*inputs, 30.0)
+        return auto.choose(*inputs, 30.0)
 
     assert chosen(x, keys, values) == "native"
     assert chosen(x.double(), keys.double(), values.double()) == "reference"
@@ -198,7 +200,7 @@ def test_auto_takes_it_only_where_it_can():
 SCRIPT = textwrap.dedent(
     """
     import torch, tokenformer
-    from tokenformer.ops.native.library import library
+    from tokenformer.ops.backends.native.library import library
     torch.manual_seed(0)
     x, keys, values = torch.randn(1, 8), torch.randn(20, 8), torch.randn(20, 8)
     with torch.no_grad():
@@ -224,11 +226,19 @@ def start(folder: Path, compiler: str | None = None) -> "subprocess.Popen[str]":
     )
 
 
+def ended(process: "subprocess.Popen[str]") -> tuple[str, str]:
+    """What a process wrote."""
+    try:
+        return process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+
+
 @needs_compiler
 def test_processes_that_build_it_at_once(tmp_path):
     processes = [start(tmp_path) for _ in range(2)]
     for process in processes:
-        out, errors = process.communicate()
+        out, errors = ended(process)
         assert (process.returncode, out.strip()) == (0, "True"), errors
     assert len(list((tmp_path / "tokenformer").iterdir())) == 1, "one library, nothing left over"
 
@@ -236,7 +246,7 @@ def test_processes_that_build_it_at_once(tmp_path):
 @needs_compiler
 def test_a_compiler_of_several_words(tmp_path):
     process = start(tmp_path, "env c++ -w")
-    out, errors = process.communicate()
+    out, errors = ended(process)
     assert (process.returncode, out.strip()) == (0, "True"), errors
 
 
@@ -245,15 +255,41 @@ def test_a_library_that_others_may_write_is_not_loaded(tmp_path):
     (tmp_path / "tokenformer").mkdir()
     (tmp_path / "tokenformer").chmod(0o777)
     process = start(tmp_path)
-    out, errors = process.communicate()
+    out, errors = ended(process)
     assert (process.returncode, out.strip()) == (0, "False"), errors
+    assert f"chmod go-w {tmp_path / 'tokenformer'}" in errors
+    assert errors.count("\n") == 1
+
+
+@pytest.fixture
+def group_umask():
+    """Files are writable by the group, as where every user has a group of their own."""
+    before = os.umask(0o002)
+    yield
+    os.umask(before)
+
+
+@needs_compiler
+def test_a_library_built_under_umask_002_is_loaded_again(tmp_path, monkeypatch, group_umask):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert library.__wrapped__() is not None
+    (file,) = (tmp_path / "tokenformer").iterdir()
+    assert not file.stat().st_mode & 0o022
+    made = file.stat().st_ino
+    assert library.__wrapped__() is not None
+    assert file.stat().st_ino == made, "built once"
+    file.chmod(0o775)  # as older versions left it
+    assert library.__wrapped__() is not None
+    assert not file.stat().st_mode & 0o022
+    assert file.stat().st_ino != made, "what others could write to is built again"
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "true", " ", '"'])
 def test_without_a_compiler_nothing_is_lost_but_speed(tmp_path, compiler):
     """One that is not there, one that fails, one that writes nothing, and no words."""
     process = start(tmp_path, compiler)
-    out, errors = process.communicate()
+    out, errors = ended(process)
     built = str(compiler == " " and library() is not None)  # as if none were named
     assert (process.returncode, out.strip()) == (0, built), errors
     assert not errors
@@ -262,5 +298,5 @@ def test_without_a_compiler_nothing_is_lost_but_speed(tmp_path, compiler):
 def test_a_home_that_cannot_be_written_to(tmp_path):
     (tmp_path / "tokenformer").write_text("a file where the folder would be")
     process = start(tmp_path)
-    out, errors = process.communicate()
+    out, errors = ended(process)
     assert (process.returncode, out.strip()) == (0, "False"), errors

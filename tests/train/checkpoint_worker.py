@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,12 @@ from tokenformer.train.background import AsyncSaver
 from tokenformer.train.export import export
 
 VOCABULARY = 61
+LIMIT = 500.0
+"""Seconds that anything may take."""
 ROWS = 4
 UNFINISHED = ".step-*.unfinished-*"
+MOST_SAVES = 500
+"""Of one process, in case nobody kills it."""
 
 
 def make_model(seed: int = 0, **options: Any) -> Any:
@@ -131,7 +135,22 @@ def train(wrapping: str, rank: int, ranks: int, folder: Path) -> None:
     dist.barrier()
     found = checkpoint.latest(folder / "torn", report=errors.append)
     assert found is not None
-    result = {"losses": losses, "errors": errors, "state": state, "found": found.name}
+    dist.barrier()
+    if rank == 0:
+        os.truncate(found / "state.json", 5)
+    dist.barrier()
+    try:
+        checkpoint.latest(folder / "torn", report=lambda line: None)
+        refused = ""
+    except checkpoint.CheckpointError as error:
+        refused = str(error)
+    result = {
+        "losses": losses,
+        "errors": errors,
+        "state": state,
+        "found": found.name,
+        "refused": refused,
+    }
     (folder / f"result-{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
@@ -166,8 +185,8 @@ class Filled(nn.Module):
 
 
 def kill(folder: Path, rounds: int) -> None:
-    """Time and again a process that saves without end, killed at a random moment, every other time
-    in the first half of a save; the next goes on from the newest whole checkpoint. Prints
+    """Time and again a process that keeps saving, killed at a random moment, every other time in
+    the first half of a save; the next goes on from the newest whole checkpoint. Prints
     [step found, unfinished folders left]."""
     chance = random.Random(0)
     checkpoint.save(folder, model=Filled().fill(0), state={"step": 0})
@@ -177,10 +196,14 @@ def kill(folder: Path, rounds: int) -> None:
     for count in range(rounds):
         child = os.fork()
         if child == 0:
-            save_without_end(folder)
+            save_on(folder)
         seen = set(folder.glob(UNFINISHED))
         newest = max(checkpoint.steps(folder))
+        deadline = time.monotonic() + LIMIT
         while set(folder.glob(UNFINISHED)) <= seen or max(checkpoint.steps(folder)) == newest:
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+                raise TimeoutError("no second save")
             time.sleep(0.001)  # until it is in its second save at least
         time.sleep(chance.random() * duration * (1.2 if count % 2 else 0.5))
         os.kill(child, signal.SIGKILL)
@@ -194,16 +217,15 @@ def kill(folder: Path, rounds: int) -> None:
         print(json.dumps([state["step"], left]), flush=True)
 
 
-def save_without_end(folder: Path) -> None:
+def save_on(folder: Path) -> NoReturn:
     model = Filled()
     path = checkpoint.latest(folder)
     assert path is not None
     state, _ = checkpoint.load(path, model=model)
-    step = state["step"]
-    while True:
-        step += 1
+    for step in range(state["step"] + 1, state["step"] + 1 + MOST_SAVES):
         checkpoint.save(folder, model=model.fill(step), state={"step": step})
         checkpoint.prune(folder, keep_last=2)
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Checkpoints against real files, real processes, real disks."""
 
-import itertools
 import json
 import os
 import random
@@ -9,11 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import nn
 
+from tests.processes import LIMIT, run, run_apart, wait_until
 from tests.train.checkpoint_worker import UNFINISHED, Filled, make_model, make_optimizer, step_once
-from tokenformer.train import background, checkpoint
+from tokenformer.train import background, checkpoint, manifest
 from tokenformer.train import folder as folders
 from tokenformer.train.background import AsyncSaver
 from tokenformer.train.checkpoint import CheckpointError, latest, load, prune, save
@@ -290,6 +291,18 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(data)
 
 
+def forge(content: bytes) -> Callable[[Path], None]:
+    """Write something else to a file, and its size and hash to the manifest."""
+
+    def write(file: Path) -> None:
+        file.write_bytes(content)
+        listed = manifest.read(file.parent)
+        listed[file.name] = {"size": len(content), "sha256": manifest.sha256(file)}
+        manifest.write(file.parent, listed)
+
+    return write
+
+
 def add_a_shard(file: Path) -> None:
     shutil.copy(file, file.with_name("shard-00009-model-00001-of-00001.safetensors"))
 
@@ -305,6 +318,24 @@ class TestDamage:
             ("state.json", flip_a_bit, r"state\.json was altered"),
             ("manifest.json", truncate, r"manifest\.json is torn or altered"),
             ("manifest.json", Path.unlink, r"manifest\.json is missing"),
+            *(
+                (
+                    "manifest.json",
+                    lambda file, text=text: file.write_text(text),
+                    r"manifest\.json is",
+                )
+                for text in ("{}", "[]", "null", '{"format": 1, "files": [3]}', "[" * 100_000)
+            ),
+            *(
+                ("state.json", forge(text), r"state\.json is not the state of a checkpoint")
+                for text in (
+                    *(b"{}", b"[]", b"null", b"7", b'"x"', b"", b"\xff", b"[" * 100_000),
+                    *(b'{"state": {}}', b'{"state": [], "optimizer": null}'),
+                    b'{"state": {"step": "3"}, "optimizer": null}',
+                    b'{"state": {"step": 3}, "optimizer": [{}]}',
+                    b'{"state": {"step": 3}, "optimizer": 5}',
+                )
+            ),
         ],
     )
     def test_it_is_named_and_the_one_before_is_used(self, tmp_path, name, damage, message):
@@ -322,6 +353,37 @@ class TestDamage:
         assert "step-00000010" in reports[0]
         with pytest.warns(UserWarning, match="step-00000010"):
             assert latest(tmp_path) == older
+
+    def test_where_all_are_damaged_it_refuses(self, tmp_path):
+        for path in two_checkpoints(tmp_path):
+            (path / "state.json").write_text("{}\n")
+        reports: list[str] = []
+        with pytest.raises(CheckpointError) as caught:
+            latest(tmp_path, report=reports.append)
+        assert len(reports) == 2
+        assert str(caught.value) == (
+            f"no valid checkpoint in {tmp_path}, 2 damaged (the newest: checkpoint "
+            f"{tmp_path / 'step-00000010'}: {reports[0].partition(': ')[2].partition(';')[0]}); "
+            f"restore one from a backup; to start over, remove the run folder or choose "
+            "another --out"
+        )
+
+    @pytest.mark.parametrize("text", [b"{}", b"[]", b"null", b'{"state": {"step": 1}'])
+    def test_a_malformed_state_is_named_by_all_that_read_it(self, tmp_path, text):
+        path, _ = two_checkpoints(tmp_path)
+        forge(text)(path / "state.json")
+        for read in (checkpoint.read_state, checkpoint.read_document):
+            with pytest.raises(CheckpointError, match=r"step-00000002 cannot be read: state\.json"):
+                read(path)
+        assert prune(tmp_path, keep_last=1) == []  # it is no checkpoint
+
+    def test_a_state_without_what_is_needed_of_it(self, tmp_path):
+        path, _ = two_checkpoints(tmp_path)
+        assert checkpoint.read_state(path, {"step": int}) == {"step": 2}
+        with pytest.raises(CheckpointError, match=r"step-00000002 .*has no 'config'"):
+            checkpoint.read_state(path, {"config": dict})
+        with pytest.raises(CheckpointError, match=r"'step' in state\.json is 2, not of type dict"):
+            checkpoint.read_state(path, {"step": dict})
 
     def test_a_note_beside_the_files_does_no_harm(self, tmp_path):
         _, newer = two_checkpoints(tmp_path)
@@ -371,6 +433,15 @@ class TestKeeping:
         path = save(tmp_path, model=nn.Linear(1, 1), state={"step": 5})
         assert list(tmp_path.iterdir()) == [path]
 
+    def test_what_a_killed_prune_left_is_swept(self, tmp_path):
+        path = save(tmp_path, model=nn.Linear(1, 1), state={"step": 5})
+        for word in ("unfinished", "deleted"):
+            (tmp_path / f".step-00000003.{word}-0011aabb").mkdir()
+        checkpoint.sweep(tmp_path)
+        # A background thread may be writing the unfinished one.
+        kept = [".step-00000003.unfinished-0011aabb", path.name]
+        assert sorted(path.name for path in tmp_path.iterdir()) == kept
+
     def test_order_is_by_number(self, tmp_path):
         for step in (99_999_999, 100_000_000):
             path = save(tmp_path, model=nn.Linear(1, 1), state={"step": step})
@@ -384,13 +455,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)]
     try:
-        done = subprocess.run(mount, capture_output=True, text=True)
+        done = run(mount)
     except FileNotFoundError:
         pytest.skip("there is no mount command")
     if done.returncode:
         pytest.skip(f"mounting a small disk is not permitted: {done.stderr.strip()}")
     yield place
-    subprocess.run(["umount", str(place)], check=True)
+    run(["umount", str(place)], check=True)
 
 
 def big(megabytes: int) -> dict[str, torch.Tensor]:
@@ -447,7 +518,7 @@ class TestDisk:
 
     def test_a_read_only_disk(self, small_disk):
         older = save(small_disk / "checkpoints", model=nn.Linear(1, 1), state={"step": 1})
-        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+        run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
         with pytest.raises(CheckpointError, match=r"cannot be written: Read-only file system$"):
             save(small_disk / "checkpoints", model=nn.Linear(1, 1), state={"step": 2})
         assert latest(small_disk / "checkpoints") == older
@@ -469,24 +540,118 @@ class TestDisk:
             save(tmp_path / "checkpoints", model=nn.Linear(1, 1), state={"step": 2})
 
 
-def test_an_interrupt_stays_an_interrupt(tmp_path):
+@pytest.fixture
+def fast_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is one, for tests that save hundreds of times."""
+    memory = Path("/dev/shm")
+    place = memory if os.access(memory, os.W_OK) else tmp_path
+    with tempfile.TemporaryDirectory(dir=place) as folder:
+        yield Path(folder)
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at one line of what this thread runs, as a signal would."""
+
+    def __init__(self, code: CodeType, line: int) -> None:
+        self.code, self.line, self.raised = code, line, False
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code is not self.code:
+            return None
+        if event == "line" and frame.f_lineno == self.line and not self.raised:
+            self.raised = True
+            raise KeyboardInterrupt
+        return self
+
+
+def traced(function: Callable[[], Any], trace: Any) -> Any:
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        return function()
+    finally:
+        sys.settrace(before)
+
+
+def lines_of(function: Callable[[], Any]) -> list[tuple[CodeType, int]]:
+    """Every line that a function runs, its callees' and the callbacks' of what it frees."""
+    seen: dict[tuple[CodeType, int], None] = {}
+
+    def note(frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line":
+            seen[frame.f_code, frame.f_lineno] = None
+        return note
+
+    traced(function, note)
+    return [*seen]
+
+
+def check_interrupts(folder: Path, each: int) -> None:
+    """Interrupt a save at one line after another, at every `each`-th of those that it runs."""
+    model = nn.Linear(1, 1)
+
+    def save_again() -> Path:
+        return save(folder, model=model, state={"step": 2})
+
+    older = save(folder, model=model, state={"step": 1})
+    save_again()
+    skipped: list[str] = []
+    for code, line in lines_of(save_again)[::each]:
+        interrupter = Interrupter(code, line)
+        try:
+            traced(save_again, interrupter)
+        except KeyboardInterrupt:
+            pass
+        else:
+            assert not interrupter.raised, f"lost in {code}, line {line}"
+        assert latest(folder, report=skipped.append, hashes=False) is not None
+        assert not skipped, f"half a checkpoint after {code}, line {line}"
+    assert latest(folder) == save_again()
+    assert sorted(path.name for path in folder.iterdir()) == [older.name, "step-00000002"]
+
+
+def check_signal(folder: Path) -> None:
+    """A real SIGINT while this process saves."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it may have been ignored
+
     def interrupt_a_save() -> None:
-        while not list(tmp_path.glob(UNFINISHED)):
-            time.sleep(0.001)
+        wait_until(lambda: list(folder.glob(UNFINISHED)), pause=0.001)
         os.kill(os.getpid(), signal.SIGINT)
 
-    def save_without_end() -> None:
-        for step in itertools.count(1):
-            save(tmp_path, model=model, state={"step": step})
+    def save_on() -> None:
+        for _ in range(100):  # of one step: each replaces the one before
+            save(folder, model=model, state={"step": 1})
+        thread.join(timeout=LIMIT)
 
     model = Filled()
-    save(tmp_path, model=model, state={"step": 0})
-    thread = threading.Thread(target=interrupt_a_save)
+    save(folder, model=model, state={"step": 0})
+    thread = threading.Thread(target=interrupt_a_save, daemon=True)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        save_without_end()
-    thread.join()
-    assert latest(tmp_path) == max(tmp_path.glob("step-*"))
+        save_on()
+    assert latest(folder) == max(folder.glob("step-*"))
+
+
+class TestInterrupts:
+    """In processes of their own: an interrupt can leave a lock of the standard library locked."""
+
+    def test_a_save_runs_no_weakref_callbacks(self, fast_disk):
+        """Python ignores a KeyboardInterrupt that arrives in one of them."""
+
+        def save_again() -> Path:
+            return save(fast_disk, model=nn.Linear(1, 1), state={"step": 2})
+
+        save_again()
+        files = {Path(code.co_filename).stem for code, _ in lines_of(save_again)}
+        assert "manifest" in files
+        assert not files & {"weakref", "_weakrefset"}
+
+    @pytest.mark.parametrize("each", [40, pytest.param(1, marks=pytest.mark.slow)])
+    def test_an_interrupt_at_any_line_of_a_save_is_raised(self, fast_disk, each):
+        run_apart(check_interrupts, fast_disk, each)
+
+    def test_a_signal_while_saving_is_raised(self, tmp_path):
+        run_apart(check_signal, tmp_path)
 
 
 class TestBackground:
@@ -520,7 +685,7 @@ class TestBackground:
         gate = threading.Event()
 
         def write_behind_gate(*arguments: Any) -> Path:
-            gate.wait()
+            gate.wait(timeout=LIMIT)
             return checkpoint.write(*arguments)
 
         monkeypatch.setattr(background, "write", write_behind_gate)
@@ -607,10 +772,11 @@ def run_worker(*arguments: object, count: int = 1) -> list[str]:
         for rank in range(count)
     ]
     try:
-        outputs = [process.communicate(timeout=240) for process in processes]
+        outputs = [process.communicate(timeout=LIMIT) for process in processes]
     finally:
         for process in processes:
             process.kill()
+            process.wait(timeout=LIMIT)
     for process, (_, errors) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, errors
     return [output for output, _ in outputs]
@@ -638,6 +804,8 @@ def test_one_process_to_two_and_back(tmp_path, wrapping):
         assert broken == "step 5 is not saved: extra.broken holds a NaN or an infinity (rank 1)"
         assert len(torn) == (rank == 0)  # one reports, all pass it over
         assert result["found"] == "step-00000006"
+        assert "no valid checkpoint in" in result["refused"], rank
+        assert "choose another --out" in result["refused"]
 
     # What two processes loaded and saved again is what one had, to the last bit.
     again = make_model(seed=1)

@@ -3,10 +3,8 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,9 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
+from tests.processes import run, started, wait_until
 from tokenformer.cli import main
-from tokenformer.train.run import read_metrics
+from tokenformer.train.metrics import read_metrics
 
 MODEL = {
     "patch_size": 4,
@@ -105,17 +104,13 @@ def test_a_killed_run_ends_as_an_unbroken_one(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "r.yaml")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    subprocess.run(command(recipe, whole), check=True, capture_output=True, env=environment)
-    process = subprocess.Popen(command(recipe, broken), env=environment, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (broken / "checkpoints" / "step-00000010").exists():
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    run(command(recipe, whole), check=True, env=environment)
+    with started(command(recipe, broken), env=environment, stdout=subprocess.DEVNULL) as process:
+        wait_until((broken / "checkpoints" / "step-00000010").exists, process)
     assert len(read_metrics(broken / "metrics.jsonl")) >= 10
     for name in ("step-00000015", "step-00000020"):  # in case it was faster than the signal
         shutil.rmtree(broken / "checkpoints" / name, ignore_errors=True)
-    subprocess.run(command(recipe, broken), check=True, capture_output=True, env=environment)
+    run(command(recipe, broken), check=True, env=environment)
     assert losses(broken) == losses(whole)
     assert len(losses(whole)) == 20
 
@@ -125,12 +120,10 @@ def test_a_killed_run_ends_as_an_unbroken_one(tmp_path: Path) -> None:
 def test_two_ranks_give_the_losses_of_one(tmp_path: Path, parallel: str) -> None:
     recipe = write_recipe(tmp_path / "r.yaml", model={"options": MODEL})  # without drop path
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command(recipe, tmp_path / "one"), check=True, env=environment)
+    run(command(recipe, tmp_path / "one"), check=True, env=environment)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     rest = command(recipe, tmp_path / "two")[1:]
-    subprocess.run(
-        [*launcher, "--standalone", *rest, "--run.parallel", parallel], check=True, env=environment
-    )
+    run([*launcher, "--standalone", *rest, "--run.parallel", parallel], check=True, env=environment)
     for ours, theirs in zip(losses(tmp_path / "two"), losses(tmp_path / "one"), strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5)
 
@@ -181,7 +174,7 @@ def test_a_broken_image_stops_the_run_by_name(tmp_path: Path, capsys: Any) -> No
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--data.images", "nowhere/at/all"], "nowhere/at/all are neither a folder nor a dataset"),
+        (["--data.images", "nowhere/at/all"], "data.images: no nowhere/at/all"),
         (["--data.corpus", "x"], "cannot both be trained on"),
         (["--model.options.patch_size", "3"], "image_size=8 must be a multiple of patch_size=3"),
         (["--augmentation.mixup", "-1"], "mixup=-1.0 must not be negative"),
@@ -204,7 +197,9 @@ def test_a_run_goes_on_only_with_its_own_augmentation(tmp_path: Path, capsys: An
     main(["train", str(recipe), "--out", out])
     with pytest.raises(SystemExit):
         main(["train", str(recipe), "--out", out, "--augmentation.mixup", "0.5"])
-    assert "holds a run with augmentation.mixup = 0.2, not 0.5" in capsys.readouterr().err
+    assert (
+        "not trained with these options: augmentation.mixup 0.2 -> 0.5" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
@@ -229,3 +224,16 @@ def test_an_imagenet_recipe_takes_a_dry_step(tmp_path: Path, name: str) -> None:
     model = AutoModelForImageClassification.from_pretrained(out / "model")
     assert model.num_parameters() == 86_447_848
     assert torch.isfinite(model.classifier.weight).all()
+
+
+def test_images_without_validation(tmp_path: Path, capsys: Any) -> None:
+    recipe = write_recipe(
+        tmp_path / "r.yaml",
+        data={"images": "digits", "held_out_share": 0},
+        run={"steps": 2, "validate_every": 0, "ema": None},
+    )
+    main(["train", str(recipe), "--out", str(tmp_path / "run")])
+    assert "1,797 images to train on" in capsys.readouterr().out
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert not any("val_loss" in row for row in rows)
+    assert (tmp_path / "run" / "loss.png").exists()

@@ -10,6 +10,7 @@ from tokenformer.train.options import DataOptions, OptimizerOptions, RunOptions
         (RunOptions, "batch_size", 0),
         (RunOptions, "micro_batch_size", 0),
         (RunOptions, "seed", -1),
+        (RunOptions, "validate_every", -1),
         (RunOptions, "spike_factor", 1.0),
         (DataOptions, "length", -1),
         (OptimizerOptions, "learning_rate", -0.1),

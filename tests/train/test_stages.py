@@ -14,8 +14,9 @@ from tests.train.test_run import close, finish, losses, two_ranks
 from tokenformer.cli import main
 from tokenformer.models.language import TokenformerForCausalLM
 from tokenformer.train import checkpoint
+from tokenformer.train.metrics import read_metrics
 from tokenformer.train.options import GrowthOptions, Recipe, ScheduleOptions, StageOptions
-from tokenformer.train.run import Run, read_metrics
+from tokenformer.train.run import Run
 from tokenformer.train.spikes import TrainingError
 from tokenformer.train.stages import plan, shortened
 from tokenformer.train.text_materials import TextMaterials

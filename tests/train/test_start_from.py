@@ -16,7 +16,7 @@ from tokenformer import (
 )
 from tokenformer.cli import main
 from tokenformer.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
-from tokenformer.train.run import read_metrics
+from tokenformer.train.metrics import read_metrics
 
 
 def language_model(folder: Path, vocab_size: int = VOCAB_SIZE) -> TokenformerForCausalLM:
@@ -43,7 +43,7 @@ def test_a_model_in_half_precision_is_trained_on_resumed_and_converted(
     for name, parameter in model.named_parameters():
         moved = (parameter - start.get_parameter(name)).abs().max()
         assert 0 < moved < 0.2, f"{name} began where it was"
-    main([*words, "--run.steps", "10"])
+    main([*words, "--run.steps", "10", "--override"])
     assert [row["step"] for row in read_metrics(out / "metrics.jsonl")] == list(range(1, 11))
     main(["convert", str(out / "checkpoints" / "step-00000010"), "--out", str(tmp_path / "hf")])
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
@@ -97,7 +97,7 @@ schedule: {{warmup_steps: 1}}
 """)
     words = ["train", str(tmp_path / "r.yaml"), "--out", str(tmp_path / "run")]
     main(words)
-    main([*words, "--run.steps", "5"])
+    main([*words, "--run.steps", "5", "--override"])
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 5
     trained = TokenformerVisionConfig.from_pretrained(tmp_path / "run" / "model")
     assert trained.id2label == {n: str(n) for n in range(10)}, "the names are those of the images"
@@ -107,3 +107,25 @@ schedule: {{warmup_steps: 1}}
     assert "knows 7 classes, the images have 10" in refused(
         [*words[:3], str(tmp_path / "other")], capsys
     )
+
+
+def test_a_trained_model_at_a_high_rate_is_warned_of(
+    recipe: Path, tmp_path: Path, capsys: Any
+) -> None:
+    trained = tmp_path / "trained"
+    main(["train", str(recipe), "--out", str(trained), "--run.validate_every", "24"])
+    assert "Warning" not in capsys.readouterr().out
+    again = ["train", str(recipe), "--model.start_from", str(trained), "--max_steps", "8"]
+    high = ["--out", str(tmp_path / "high"), "--optimizer.learning_rate", "0.4"]
+    main([*again, *high, "--run.spike_factor", "99", "--optimizer.clip_norm", "null"])
+    said = capsys.readouterr().out
+    assert "is meant for fresh weights" not in said, "the rate was chosen"
+    assert f"Held-out loss of {trained}/model: " in said
+    assert "Warning: the held-out loss rose from " in said
+    assert "lower optimizer.learning_rate or lengthen schedule.warmup_steps" in said
+    main([*again, "--out", str(tmp_path / "full"), "--run.validate_every", "0"])
+    assert (
+        f"the learning rate 0.01 of {recipe} is meant for fresh weights and may undo what "
+        f"{trained}/model has learned; try --optimizer.learning_rate 0.001 and a longer "
+        "--schedule.warmup_steps"
+    ) in capsys.readouterr().out

@@ -13,6 +13,7 @@ from tests.train.conftest import MODEL
 from tests.train.test_run import close, losses
 from tokenformer.cli import main
 from tokenformer.train.mesh import make_mesh
+from tokenformer.train.metrics import read_metrics
 from tokenformer.train.options import (
     DataOptions,
     GrowthOptions,
@@ -23,7 +24,7 @@ from tokenformer.train.options import (
     ScheduleOptions,
     StageOptions,
 )
-from tokenformer.train.run import Run, read_metrics
+from tokenformer.train.run import Run
 from tokenformer.train.text_materials import TextMaterials
 
 
@@ -73,7 +74,9 @@ def assert_same_model(found: Path, expected: Path) -> None:
     ours, theirs = (load_file(out / "model" / "model.safetensors") for out in (found, expected))
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-5, msg=name)
+        # As a whole: where a gradient is nearly zero, AdamW turns its rounding, which differs from
+        # CPU to CPU, into a step of up to the learning rate.
+        assert (ours[name] - tensor).norm() < 1e-4 * tensor.norm(), name
 
 
 def test_two_processes_train_as_one_and_go_on_with_each_others_checkpoints(corpus, tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import LIMIT
 from tests.train.test_run import close, finish, losses
 
 ADDRESSES = ("10.211.77.1", "10.211.77.2")
@@ -38,7 +39,7 @@ class Host:
         job = ["-m", "tokenformer", "train", str(recipe), "--out", str(out), *OPTIONS]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable"}
         # Otherwise a host that comes back waits in vain for the address of a store that the others
-        # have agreed on before (torch 2.13, dynamic_rendezvous.py). docs/training.md says so too.
+        # have agreed on before (torch 2.13, dynamic_rendezvous.py); see docs/guides/training.md.
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         with log.open("a") as file:
             agent = subprocess.Popen(
@@ -55,14 +56,14 @@ class Host:
         """Power off: the agent first, then whatever else runs there."""
         for agent in self.agents:
             agent.kill()
-            agent.wait()
+            agent.wait(timeout=LIMIT)
         pids = run("ip", "netns", "pids", self.name).stdout.split()
         for pid in pids:
             os.kill(int(pid), signal.SIGKILL)
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, capture_output=True, text=True, check=True)
+    return subprocess.run(words, capture_output=True, text=True, check=True, timeout=LIMIT)
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_a_host_that_dies_and_comes_back_leaves_the_run_as_if_nothing_was(recipe
     hosts[1].launch(recipe, out, logs[1])
     checkpoints = out / "checkpoints"
     try:
-        wait_for(lambda: len([*checkpoints.glob("step-*")]) > 0, 120, "checkpoint")
+        wait_for(lambda: len([*checkpoints.glob("step-*")]) > 0, LIMIT, "checkpoint")
         hosts[1].kill()
         assert first.poll() is None, "the other host's agent lives on"
         assert not (out / "loss.png").exists(), "the run was not over yet"
@@ -117,7 +118,7 @@ def test_a_host_that_dies_and_comes_back_leaves_the_run_as_if_nothing_was(recipe
         time.sleep(2.5 * HEARTBEAT * MISSED_BEATS)
         second = hosts[1].launch(recipe, out, logs[1])
         for agent in (first, second):
-            assert agent.wait(timeout=240) == 0
+            assert agent.wait(timeout=LIMIT) == 0
     except AssertionError:
         sys.stderr.write("\n".join(log.read_text()[-3000:] for log in logs))
         raise

@@ -1,27 +1,19 @@
-"""The command `tokenformer`: one table of verbs, each a function whose signature is its options.
+"""The command `tokenformer`: one table of commands, each a function whose signature is its options.
 
-A verb's module imports neither torch nor transformers at its top, so that every `--help` answers at
-once; the function imports what it needs. Bad input ends with exit code 2 and one line on stderr.
+A command's module imports neither torch nor transformers at its top, so that `--help` and refusals
+are fast; the function imports what it needs after it has checked what it was given. Bad input ends
+with exit code 2 and one line on stderr.
 """
 
-import difflib
+import errno
 import importlib
-import re
+import os
 import sys
 from collections.abc import Sequence
-from inspect import signature
-from itertools import takewhile
-from json import dumps
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, get_origin, get_type_hints
+from typing import Any
 
-from jsonargparse import ArgumentParser, set_parsing_settings
-
-from tokenformer import __version__
-from tokenformer.cli.errors import InputError
-
-RECIPE = "recipe"
-"""The parameter of a verb whose options can come from a YAML file."""
+from tokenformer.errors import TokenformerError
 
 # A function may not have the name of one in `tokenformer` itself: jsonargparse would look that up,
 # and so import torch.
@@ -39,51 +31,31 @@ VERBS = {
     "serve": "tokenformer.cli.serve:serve",
     "train": "tokenformer.cli.train:train",
 }
+USAGE = {
+    "convert": "SOURCE --out FOLDER",
+    "demo": "[--out FOLDER]",
+    "evaluate": "MODEL --perplexity DATA (or --tasks NAMES, or --images DATA)",
+    "generate": "MODEL --prompt TEXT",
+    "grow": "MODEL --to SIZE --out FOLDER",
+    "inspect": "MODEL_OR_PRESET",
+    "merge": "A B --out FOLDER",
+    "predict": "MODEL IMAGE...",
+    "prepare": "CORPUS --out FOLDER",
+    "prune": "MODEL --data DATA --keep SHARE --out FOLDER",
+    "serve": "MODEL",
+    "train": "RECIPE [--out FOLDER]",
+}
+BROKEN_PIPE = 141
+"""The exit code of a process that SIGPIPE ends, as a shell reports it: 128 + 13."""
+INTERRUPTED = 130
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What the system says where there is no room for what is written, or the device fails."""
 
 
-class OneLineParser(ArgumentParser):
-    """jsonargparse's parser with its errors on one line."""
+class OutputError(TokenformerError):
+    """The standard output cannot be written, as on a full disk."""
 
-    known: ClassVar[list[str]] = []
-    """Every option of every verb, to find the one that was meant."""
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        line = " ".join(str(message).split()).rstrip(".")
-        if wrong := re.match(r'Parser key "([^"]+)": (.*)(?:Got|Given) value: (.*)', line):
-            name, reason, value = wrong.groups()
-            types = re.findall(r"Expected a <class '(?!NoneType)(\w+)'>", reason)
-            line = f"--{name} {value} is not valid; expected {' or '.join(types) or reason}"
-        elif unknown := re.search(
-            r"not accept option '([^']+)'|unrecognized arguments: --(\S+)", line
-        ):
-            name = unknown[1] or unknown[2]
-            near = difflib.get_close_matches(name, self.known, n=1)
-            line = f"{name} is not an option" + (f"; did you mean {near[0]}?" if near else "")
-        program = self.prog.replace(" [options]", "")
-        sys.stderr.write(f"{program}: {line}; see {program} --help\n")
-        raise SystemExit(2)
-
-
-def build_parser() -> OneLineParser:
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = OneLineParser(
-        prog="tokenformer",
-        description="Train, grow, adapt and study models whose parameters are tokens.",
-        version=__version__,
-    )
-    verbs = parser.add_subcommands(dest="verb", required=True)
-    for name, target in VERBS.items():
-        function = load(target)
-        summary = (function.__doc__ or "").partition("\n\n")[0]
-        verb = OneLineParser(description=summary)
-        skip = set()
-        if RECIPE in get_type_hints(function):
-            verb.add_argument(f"--{RECIPE}", action="config", help="the recipe, a YAML file")
-            skip = {RECIPE}
-        verb.add_function_arguments(function, as_group=False, as_positional=True, skip=skip)
-        OneLineParser.known += [action.dest for action in verb._actions]
-        verbs.add_subcommand(name, verb, help=summary)
-    return parser
+    exit_code = 1
 
 
 def load(target: str) -> Any:
@@ -91,66 +63,102 @@ def load(target: str) -> Any:
     return getattr(importlib.import_module(module), function)
 
 
-def is_value(word: str) -> bool:
-    """Not an option; a negative number is a value."""
-    return re.match(r"-\D", word) is None
+def overview() -> str:
+    """What `tokenformer --help` prints: a line for each command."""
+    from textwrap import wrap
+
+    lines = []
+    for name, target in VERBS.items():
+        summary = (load(target).__doc__ or "").partition("\n\n")[0]
+        first, *rest = wrap(" ".join(summary.split()), 64)
+        lines += [f"    {name:<12}{first}", *(f"{'':16}{line}" for line in rest)]
+    return (
+        "usage: tokenformer COMMAND ...\n\n"
+        "Train, grow, adapt and study models whose parameters are tokens.\n\n"
+        "commands:\n" + "\n".join(lines) + "\n\n"
+        "`tokenformer COMMAND --help` lists the options of a command; "
+        "`tokenformer --version` prints the version.\n"
+    )
 
 
-def spell_out(arguments: Sequence[str]) -> list[str]:
-    """Flags, lists and recipes in jsonargparse's own spelling: `--json` becomes `--json=true`,
-    whatever stands after it, `--lengths 1024 2048` becomes `--lengths=[1024,2048]`, `train FILE`
-    becomes `train --recipe=FILE` and `predict MODEL A B` becomes `predict MODEL ["A","B"]`."""
-    hints: dict[str, Any] = {}
-    positional: list[str] = []
-    arguments = list(arguments)
-    if arguments and arguments[0] in VERBS:
-        function = load(VERBS[arguments[0]])
-        hints = {f"--{n}": h for n, h in get_type_hints(function).items()}
-        parameters = signature(function).parameters.values()
-        required = [p.name for p in parameters if p.default is p.empty]
-        positional = [f"--{name}" for name in required if name != RECIPE]
-        if hints.pop(f"--{RECIPE}", None) and len(arguments) > 1 and is_value(arguments[1]):
-            arguments[1] = f"--{RECIPE}={arguments[1]}"
-    spelled: list[str] = []
-    waiting = arguments
-    while waiting:
-        word = waiting.pop(0)
-        name, given, value = word.partition("=")
-        if hints.get(name) is bool and not given:
-            word = f"{name}=true"
-        elif get_origin(hints.get(name)) in (list, tuple):
-            values = [value] if given else list(takewhile(is_value, waiting))
-            if not given:
-                del waiting[: len(values)]
-            joined = ",".join(values)
-            word = f"{name}={joined}" if joined.startswith("[") else f"{name}=[{joined}]"
-        elif spelled and positional and is_value(word) and spelled[-1] not in hints:
-            many = get_origin(hints[positional.pop(0)]) is list
-            values = [word, *takewhile(is_value, waiting)] if many else [word]
-            del waiting[: len(values) - 1]
-            word = dumps(values) if many else word
-        spelled.append(word)
-    return spelled
+def run(words: list[str]) -> None:
+    """The command that `words` name."""
+    if not words or words[0] in ("-h", "--help", "help"):
+        sys.stdout.write(overview())
+        return
+    if words[0] == "--version":
+        from tokenformer import __version__
+
+        sys.stdout.write(f"tokenformer {__version__}\n")
+        return
+    verb = words[0]
+    if verb not in VERBS:
+        from difflib import get_close_matches
+
+        near = get_close_matches(verb, VERBS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(VERBS)}"
+        raise TokenformerError(f"{verb} is not a command; {hint}")
+
+    from tokenformer.cli.parser import parse
+
+    function = load(VERBS[verb])
+    function(**parse(verb, function, words[1:], f"tokenformer {verb} {USAGE[verb]}"))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    command = "tokenformer"
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = " ".join(["tokenformer", *(word for word in words[:1] if word in VERBS)])
+    open_closed_streams()
     try:
-        parser = build_parser()
-        chosen = parser.parse_args(spell_out(sys.argv[1:] if arguments is None else arguments))
-        command = f"tokenformer {chosen['verb']}"
         try:
-            options = vars(parser.instantiate(chosen)[chosen["verb"]])
-        except ValueError as error:  # from an option dataclass
-            raise InputError(str(error)) from None
-        if RECIPE in options:
-            if not options[RECIPE]:
-                raise InputError("the recipe is missing: tokenformer train RECIPE.yaml")
-            options[RECIPE] = [Path(str(file)) for file in options[RECIPE]]
-        load(VERBS[chosen["verb"]])(**options)
-    except InputError as error:
+            run(words)
+        finally:
+            flush_output()
+    except TokenformerError as error:
         sys.stderr.write(f"{command}: {error}\n")
-        raise SystemExit(2) from None
+        raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         sys.stderr.write(f"{command}: interrupted\n")
-        raise SystemExit(130) from None
+        raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:
+        if not drop_unread_output():
+            raise  # of another pipe than ours
+        raise SystemExit(BROKEN_PIPE) from None
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        sys.stderr.write(f"{command}: the output cannot be written: {error.strerror}\n")
+        raise SystemExit(OutputError.exit_code) from None
+
+
+def open_closed_streams() -> None:
+    """Give a process that was started with `>&-`, where Python has no stream, one to nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+
+
+def flush_output() -> None:
+    """Write what is left of our output, and refuse in one line if it cannot be written."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is dropped
+        raise OutputError(f"the output cannot be written: {error.strerror}") from None
+
+
+def drop_unread_output() -> bool:
+    """Whether nobody reads our output any more, as after `| head`; what is left of it is dropped,
+    or Python would complain about it at its end."""
+    from select import POLLERR, poll
+
+    broken = []
+    for stream in (sys.stdout, sys.stderr):
+        watch = poll()
+        watch.register(stream, 0)
+        if any(event & POLLERR for _, event in watch.poll(0)):
+            broken.append(stream)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return bool(broken)

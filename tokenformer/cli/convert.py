@@ -26,7 +26,7 @@ class Conversion:
 
 PRETRAINED = Conversion(
     "tokenformer.convert.pretrained.folder:convert_transformer",
-    ("data", "distill", "steps", "linear", "tokenizer"),
+    ("data", "distill", "steps", "linear", "tokenizer", "no_verify"),
     reports_progress=True,
 )
 # By the kind of the source (tokenformer/convert/source.py) and what it is to become.
@@ -34,7 +34,9 @@ CONVERSIONS = {
     ("released", "tokenformer"): Conversion(
         "tokenformer.convert.released:convert_released", ("num_attention_heads", "tokenizer")
     ),
-    ("tokenformer", "released"): Conversion("tokenformer.convert.released:convert_to_released"),
+    ("tokenformer", "released"): Conversion(
+        "tokenformer.convert.released:convert_to_released", ("no_verify",)
+    ),
     ("checkpoint", "tokenformer"): Conversion(
         "tokenformer.convert.training_checkpoint:convert_checkpoint", ("tokenizer", "weights")
     ),
@@ -59,6 +61,7 @@ def convert_model(
     linear: str | None = None,
     distill: Path | None = None,
     steps: int | None = None,
+    no_verify: bool = False,
     json: bool = False,
 ) -> None:
     """Convert a released checkpoint, one of a training run, or a pretrained Transformer; or back.
@@ -79,6 +82,8 @@ def convert_model(
             or shift, one, which is only exact in fp32.
         distill: Of a Transformer: text to train on afterwards, towards the source's predictions.
         steps: How long to; by default 200 steps of 8 sequences.
+        no_verify: Of a model folder of ours: do not check its weights against checksums.json, nor
+            for NaN and inf.
         json: Print the report as JSON.
     """
     if out is None:
@@ -94,6 +99,7 @@ def convert_model(
         "linear": linear,
         "distill": distill,
         "steps": steps,
+        "no_verify": no_verify or None,
     }
     options = {name: value for name, value in given.items() if value is not None}
 
@@ -101,7 +107,9 @@ def convert_model(
     from transformers.utils import logging
 
     from tokenformer.convert.errors import ConversionError
-    from tokenformer.convert.source import find_source
+    from tokenformer.convert.source import RELEASED, find_source
+    from tokenformer.models.loading import load_config
+    from tokenformer.models.model_card import public_name, write_card
 
     shown = logging.is_progress_bar_enabled()
     if json or not sys.stderr.isatty():
@@ -112,6 +120,10 @@ def convert_model(
             function, conversion = choose(found.kind, to, options)
             with progress(conversion) as more:
                 report = function(found, folder, **options, **more)
+            if to != RELEASED:
+                config = load_config(str(folder))
+                line = f"Converted from {public_name(source)} ({found.kind})"
+                write_card(folder, config, [*history_of(found), line])
     except (ConversionError, ValueError, SafetensorError) as error:
         told = " ".join(str(error).split())
         raise InputError(told if source in told else f"{source}: {told}") from None
@@ -138,6 +150,17 @@ def choose(kind: str, to: str, options: dict[str, Any]) -> tuple[Any, Conversion
             raise InputError(f"--{name} {value} is not for a source of kind {kind}")
     module, _, name = conversion.function.partition(":")
     return getattr(importlib.import_module(module), name), conversion
+
+
+def history_of(source: Any) -> list[str]:
+    """What is known of the source's training, for the model card."""
+    from tokenformer.convert.source import CHECKPOINT
+    from tokenformer.models.model_card import read_history
+    from tokenformer.train.history import run_history
+
+    if source.kind == CHECKPOINT:
+        return run_history(source.path.resolve().parent.parent)
+    return read_history(source.folder)
 
 
 def origin_line(told: dict[str, Any]) -> str:

@@ -1,5 +1,7 @@
-"""What a verb raises when the user's input is at fault."""
+"""What a command raises when the user's input is at fault."""
+
+from tokenformer.errors import TokenformerError
 
 
-class InputError(Exception):
-    """Bad input, said in one line that names it and what would be accepted."""
+class InputError(TokenformerError):
+    """Bad input: the message names it and what would be accepted."""

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenformer.cli.errors import InputError
-from tokenformer.cli.model import check_bits, load_model
+from tokenformer.cli.model import check_bits, load_classifier, load_model, resolve_model
+from tokenformer.cli.samples import check_samples
+from tokenformer.files import exists, expanded, missing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,6 +26,7 @@ BELONGS_TO = {
     "length": "perplexity",
     "stride": "perplexity",
     "confusion": "images",
+    "labels_by_index": "images",
 }
 SIZES = ("length", "stride", "batch_size", "limit")
 PATHS = ("data", "perplexity")
@@ -47,16 +50,18 @@ def evaluate(
     stride: int | None = None,
     images: str | None = None,
     confusion: Path | None = None,
+    labels_by_index: bool = False,
     batch_size: int | None = None,
     limit: int | None = None,
     bits: int | None = None,
+    no_verify: bool = False,
     json: bool = False,
 ) -> None:
     """Measure a model: benchmarks beside the paper's figures, perplexity, accuracy on images.
 
     Args:
-        model: A folder or hub name of a causal language model or, for --images, of an image
-            classifier, ours or any other.
+        model: A model folder, a run folder or a hub name of any causal language model or, for
+            --images, of any image classifier.
         tasks: Tasks of lm-evaluation-harness with commas between, or paper for the six of the
             paper's table. A run that was broken off goes on when it is started again.
         data: A folder of jsonl files to read the six tasks from, instead of the hub.
@@ -68,10 +73,12 @@ def evaluate(
         images: Images to measure top-1 and top-5 accuracy on: a folder of images by class, of IDX
             or of CIFAR files, a Hugging Face dataset, or digits.
         confusion: A file for the picture of which classes are taken for which.
+        labels_by_index: Match classes of the images and of the model by number, not by name.
         batch_size: Windows, requests or images at a time; by default what fits.
         limit: Measure on so many items of each task, tokens of the text, or images, at the
             beginning.
         bits: 8 rounds a TokenFormer's numbers to int8 as it is loaded; not with --images.
+        no_verify: Do not check the weights against checksums.json, nor for NaN and inf.
         json: Print one JSON document.
     """
     check(
@@ -83,13 +90,16 @@ def evaluate(
         stride=stride,
         images=images,
         confusion=confusion,
+        labels_by_index=labels_by_index or None,
         batch_size=batch_size,
         limit=limit,
     )
     check_bits(bits)
     if bits is not None and images is not None:
         raise InputError("--bits is for language models, not with --images")
+    resolve_model(model, "a language model" if images is None else "an image classifier")
     names = None if tasks is None else task_names(tasks)
+    data, perplexity = (None if path is None else expanded(path) for path in (data, perplexity))
 
     from rich.console import Console
 
@@ -101,9 +111,11 @@ def evaluate(
     try:
         loaded_tasks = None if names is None else load_named_tasks(names, data)
         if images is not None:
-            found["images"] = measure_images(model, images, confusion, batch_size, limit, console)
+            found["images"] = measure_images(
+                model, images, confusion, labels_by_index, batch_size, limit, no_verify, console
+            )
         else:
-            loaded, tokenizer = load_model(model, bits)
+            loaded, tokenizer = load_model(model, bits, verify=not no_verify)
         if perplexity is not None:
             found["perplexity"] = measure_text(
                 loaded, tokenizer, perplexity, split, length, stride, batch_size, limit, console
@@ -141,8 +153,12 @@ def check(**given: Any) -> None:
         if given[name] is not None and given[measure] is None:
             raise InputError(f"--{name} {given[name]} is for --{measure}")
     for name in PATHS:
-        if given[name] is not None and not given[name].exists():
-            raise InputError(f"--{name} {given[name]} does not exist")
+        if given[name] is not None and not exists(expanded(given[name])):
+            raise InputError(f"--{name}: {missing(given[name])}")
+    check_samples(images=given["images"])
+    confusion = given["confusion"]
+    if confusion is not None and not (exists(confusion.parent) and confusion.parent.is_dir()):
+        raise InputError(f"--confusion: {missing(given['confusion'].parent)}")
 
 
 def task_names(tasks: str) -> list[str]:
@@ -182,8 +198,9 @@ def measure_tasks(
     from tokenformer.evaluate.scores import Scores
     from tokenformer.evaluate.tasks import score_task
 
-    folder = answers_folder()
+    folder = Path("a cache folder")
     try:
+        folder = answers_folder()
         scorer = Scorer(model, tokenizer, folder, batch_size=batch_size)
     except OSError as error:
         raise InputError(
@@ -252,20 +269,18 @@ def measure_images(
     model: str,
     source: str,
     confusion: Path | None,
+    labels_by_index: bool,
     batch_size: int | None,
     limit: int | None,
+    no_verify: bool,
     console: "Console",
 ) -> Finding:
-    from tokenformer.cli.model import load_classifier
     from tokenformer.data.image_sources import images_to_measure
     from tokenformer.evaluate.classification import classify
     from tokenformer.evaluate.confusion_plot import draw_confusion
 
-    if confusion is not None and not confusion.parent.is_dir():
-        # Told now, not when all images are measured.
-        raise InputError(f"--confusion {confusion} cannot be written: there is no such folder")
     pictures, split = images_to_measure(source)
-    loaded, processor = load_classifier(model)
+    loaded, processor = load_classifier(model, verify=not no_verify)
     count = len(pictures) if limit is None else min(limit, len(pictures))
     with progress(console) as show:
         found = classify(
@@ -274,6 +289,7 @@ def measure_images(
             pictures,
             batch_size=batch_size,
             limit=limit,
+            labels_by_index=labels_by_index,
             on_images=lambda done: show("images", done, count),
         )
     if confusion is not None:

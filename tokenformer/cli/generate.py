@@ -1,15 +1,19 @@
-"""`tokenformer generate`: a model goes on with a prompt, as it thinks."""
+"""`tokenformer generate`: a language model continues prompts, streamed."""
 
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from json import dumps
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from tokenformer.cli.errors import InputError
 from tokenformer.cli.model import check_bits, load_model
-from tokenformer.cli.terminal import printable
+from tokenformer.cli.terminal import json_text, printable
+from tokenformer.files import exists, expanded, missing
+
+LEAST_TEMPERATURE = 1e-3
+"""Less divides logits by so little that they overflow."""
 
 
 def generate(
@@ -25,16 +29,17 @@ def generate(
     stop: str | None = None,
     seed: int = 0,
     bits: int | None = None,
+    no_verify: bool = False,
     json: bool = False,
 ) -> None:
-    """Let a model go on with one or more prompts; its text appears as it is made.
+    """Continue one or more prompts with a language model; the text is streamed.
 
     Args:
-        model: A folder or hub name of a causal language model, ours or any other.
-        prompt: The text to go on with; - reads it from the standard input.
-        prompts: A file with a prompt on each line, each gone on with by itself.
-        max_new_tokens: The most tokens to add; the model's context may end it sooner.
-        temperature: Below 1 nearer to the likeliest, above 1 further from it.
+        model: A model folder, a run folder or a hub name of any causal language model.
+        prompt: The text to continue; - reads it from the standard input.
+        prompts: A file with a prompt on each line; each is continued by itself.
+        max_new_tokens: The most tokens to add. Beyond the model's context, the window slides.
+        temperature: Below 1 nearer to the likeliest, above 1 further from it; 0 is greedy.
         top_k: Choose among the k likeliest tokens only.
         top_p: Choose among the likeliest tokens that make up this share of the probability.
         repetition_penalty: Above 1, what was said becomes less likely: against going in circles.
@@ -42,6 +47,7 @@ def generate(
         stop: End before this text appears.
         seed: Seed of the choices.
         bits: 8 rounds a TokenFormer's numbers to int8 as it is loaded: a quarter of the memory.
+        no_verify: Do not check the weights against checksums.json, nor for NaN and inf.
         json: Print one JSON document: a list of prompts and what was added.
     """
     check(max_new_tokens, temperature, top_k, top_p, seed)
@@ -52,18 +58,19 @@ def generate(
         raise InputError("--stop must be a text of at least one character")
     texts = [*([] if prompt is None else [read_prompt(prompt)]), *read_prompts(prompts)]
     if not texts:
-        raise InputError("nothing to go on with; give --prompt TEXT or --prompts FILE")
+        raise InputError("the prompt is missing; give --prompt TEXT or --prompts FILE")
+    loaded, tokenizer = load_model(model, bits, verify=not no_verify)
 
     import torch
 
-    loaded, tokenizer = load_model(model, bits)
     chosen: dict[str, Any] = {"do_sample": False}
-    if not greedy:
+    if not greedy and temperature > 0:
         chosen = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0}
         chosen |= {} if top_p is None else {"top_p": top_p}
     if repetition_penalty is not None:
         chosen["repetition_penalty"] = repetition_penalty
     asked = [(text, encode(loaded, tokenizer, text)) for text in texts]  # refused before any answer
+    warn(loaded, [ids.shape[1] for _, ids in asked], max_new_tokens)
     told = (lambda piece: None) if json else show
     samples = []
     for place, (text, ids) in enumerate(asked):
@@ -71,7 +78,7 @@ def generate(
         told(("\n\n" if place else "") + text)
         added = go_on(loaded, tokenizer, ids, max_new_tokens, chosen, stop, told)
         samples.append({"prompt": text, "added": added})
-    sys.stdout.write(dumps(samples, indent=2, ensure_ascii=False) + "\n" if json else "\n")
+    sys.stdout.write(json_text(samples, sys.stdout.encoding or "utf-8") + "\n" if json else "\n")
 
 
 def read_prompt(prompt: str) -> str:
@@ -89,8 +96,10 @@ def read_prompt(prompt: str) -> str:
 def read_prompts(path: Path | None) -> list[str]:
     if path is None:
         return []
+    if not exists(expanded(path)):
+        raise InputError(f"--prompts: {missing(path)}")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = expanded(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise InputError(f"--prompts {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -103,8 +112,11 @@ def check(
 ) -> None:
     if max_new_tokens < 1:
         raise InputError(f"--max_new_tokens {max_new_tokens} must be at least 1")
-    if not temperature > 0:
-        raise InputError(f"--temperature {temperature} must be above 0; --greedy for the likeliest")
+    if not (isfinite(temperature) and (temperature == 0 or temperature >= LEAST_TEMPERATURE)):
+        raise InputError(
+            f"--temperature {temperature} must be 0, which is greedy, or at least "
+            f"{LEAST_TEMPERATURE}"
+        )
     if top_k is not None and top_k < 1:
         raise InputError(f"--top_k {top_k} must be at least 1")
     if top_p is not None and not 0 < top_p <= 1:
@@ -114,15 +126,26 @@ def check(
 
 
 def encode(model: Any, tokenizer: Any, text: str) -> Any:
-    """The prompt as ids [1, T] that the model's context has room for."""
-    from tokenformer.converse.prompt import PromptError, begin, context_length, room
+    """The prompt as ids [1, T]; of an empty one, the beginning of a text."""
+    from tokenformer.converse.prompt import begin
 
-    try:
-        ids = begin(tokenizer(text, return_tensors="pt")["input_ids"], tokenizer)
-        room(ids, context_length(model.config))
-    except PromptError as error:
-        raise InputError(str(error)) from None
-    return ids.to(model.device)
+    ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
+    return begin(ids, tokenizer).to(model.device)
+
+
+def warn(model: Any, lengths: list[int], new: int) -> None:
+    """Say once that the context is too short for a prompt, or for it and the tokens to add."""
+    from tokenformer.converse.prompt import context_length
+    from tokenformer.converse.window import KEPT
+
+    context, longest = context_length(model.config), max(lengths)
+    if context is None or longest + new <= context:
+        return
+    line = f"the model's context is {context} tokens; the window slides, so beyond it the model "
+    line += f"sees the last {max(int(context * KEPT), context - new)} to {context} tokens"
+    if longest >= context:
+        line += f"; the prompt has {longest}"
+    sys.stderr.write(f"tokenformer generate: {line}\n")
 
 
 class Enough(Exception):  # noqa: N818  # nothing is wrong
@@ -130,7 +153,7 @@ class Enough(Exception):  # noqa: N818  # nothing is wrong
 
 
 class Speaker:
-    """What `generate` hands its tokens to: first the prompt, then each new one."""
+    """The streamer of `model.generate`: in every window first the prompt, then each new token."""
 
     def __init__(self, stream: Any, told: Callable[[str], None]) -> None:
         self.stream = stream
@@ -146,7 +169,8 @@ class Speaker:
         self.prompted = True
 
     def end(self) -> None:
-        self.say(self.stream.end())
+        """The window is full, or the text at its end."""
+        self.prompted = False
 
     def say(self, piece: str) -> None:
         self.pieces.append(piece)
@@ -163,25 +187,26 @@ def go_on(
     told: Callable[[str], None],
 ) -> str:
     """What the model adds; each piece of it is told as soon as it is certain."""
-    from tokenformer.converse.prompt import context_length, room
+    from tokenformer.converse.prompt import context_length
+    from tokenformer.converse.window import generate_sliding, prefix_of
     from tokenformer.data.text_stream import TextStream
 
-    context = context_length(model.config)
-    left = room(ids, context)
     speaker = Speaker(TextStream(tokenizer, stop=() if stop is None else (stop,)), told)
     padding = tokenizer.pad_token_id
     with suppress(Enough):
-        model.generate(
+        generate_sliding(
+            model,
             ids,
-            attention_mask=ids.new_ones(ids.shape),
-            max_new_tokens=tokens if left is None else min(tokens, left),
-            num_beams=1,  # a stream has no second thoughts
+            max_new_tokens=tokens,
+            context=context_length(model.config),
+            prefix=prefix_of(tokenizer).to(ids.device),
+            tokenizer=tokenizer,
+            num_beams=1,  # a stream cannot take tokens back
             streamer=speaker,
             pad_token_id=tokenizer.eos_token_id if padding is None else padding,
             **chosen,
         )
-    if left is not None and len(speaker.stream.ids) == left < tokens:
-        sys.stderr.write(f"\ntokenformer generate: the model's context of {context} is full\n")
+    speaker.say(speaker.stream.end())
     return "".join(speaker.pieces)
 
 

@@ -8,13 +8,15 @@ from typing import Any
 
 from tokenformer.cli.errors import InputError
 from tokenformer.cli.folder import new_folder
-from tokenformer.cli.samples import BATCH_SIZE, LONGEST, read_samples
+from tokenformer.cli.model import resolve_folder, resolve_model
+from tokenformer.cli.samples import BATCH_SIZE, LONGEST, check_samples, read_samples
+from tokenformer.files import exists, expanded, is_local
 
 LIGO, LIGO_STEPS = "ligo", 100
 
 
 def grow_model(
-    model: Path,
+    model: str,
     to: str | None = None,
     out: Path | None = None,
     method: str | None = None,
@@ -32,13 +34,14 @@ def grow_model(
     optimizer_state: str | None = None,
     old_rate: float | None = None,
     seed: int = 0,
+    no_verify: bool = False,
     json: bool = False,
 ) -> None:
     """Make a trained model larger: a TokenFormer by tokens, knowing all it knew; a Transformer too.
 
     Args:
-        model: A model folder, a run (its model), or a checkpoint of a run. A checkpoint grows with
-            its optimizer; --out is then a run that `tokenformer train RECIPE --out` goes on with.
+        model: A model folder, a run folder, a hub name or a checkpoint of a run. A checkpoint grows
+            with its optimizer; --out is then a run that `tokenformer train RECIPE --out` continues.
         to: The size to grow to: a preset (354m, base, ...), for a TokenFormer of the same width and
             depth, or the folder of another model.
         out: A new folder for the grown model, with its tokenizer or image processor and
@@ -64,18 +67,20 @@ def grow_model(
             give new entries the mean second moment, or reset all.
         old_rate: Factor on the learning rate of the tokens that were there before; 0 freezes them.
         seed: Seed of what is drawn.
+        no_verify: Do not check the weights against checksums.json, nor for NaN and inf.
         json: Print the report as JSON.
     """
     if out is None:
         raise InputError("--out is missing; name a new folder for the grown model")
-    is_checkpoint = (model / "manifest.json").exists()
-    if not is_checkpoint:
-        if (model / "model" / "config.json").exists():
-            model = model / "model"
-        if not (model / "config.json").exists():
-            raise InputError(f"{model} is not a model folder: it has no config.json")
-        if optimizer_state is not None:
-            raise InputError(f"--optimizer_state {optimizer_state} is for a checkpoint of a run")
+    is_checkpoint = exists(expanded(model) / "manifest.json")
+    source = expanded(model) if is_checkpoint else resolve_folder(model)
+    if not is_checkpoint and optimizer_state is not None:
+        raise InputError(f"--optimizer_state {optimizer_state} is for a checkpoint of a run")
+    if is_checkpoint and no_verify:
+        raise InputError("--no_verify is for a model folder; a checkpoint is always verified")
+    check_samples(data)
+    if to is not None and is_local(to):
+        to = resolve_model(to)
     of_tokens = {
         "old_rate": old_rate,
         "init": init,
@@ -84,7 +89,7 @@ def grow_model(
         "output_tokens": output_tokens,
         "ffn_tokens": ffn_tokens,
     }
-    learned = {} if method != LIGO else ligo_options(model, is_checkpoint, data, steps)
+    learned = {} if method != LIGO else ligo_options(source, is_checkpoint, data, steps)
     for name, value in {"data": data, "steps": steps}.items():
         if value is not None and method != LIGO:
             raise InputError(f"--{name} {value} is for --method {LIGO}")
@@ -98,11 +103,11 @@ def grow_model(
     }
 
     from safetensors import SafetensorError
-    from transformers import AutoConfig
     from transformers.utils import logging
 
-    from tokenformer.growth.folder import grow_folder, grow_transformer_folder
+    from tokenformer.growth.model_folder import grow_folder, grow_transformer_folder
     from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
+    from tokenformer.models.loading import load_config
     from tokenformer.models.vision_configuration import TokenformerVisionConfig
 
     families: dict[type, tuple[Any, dict[str, Any], dict[str, Any]]] = {
@@ -114,10 +119,10 @@ def grow_model(
     try:
         if is_checkpoint:
             state = optimizer_state or "keep"
-            report = grow_run(model, out, to, seed, state, {**of_tokens, **of_widths})
+            report = grow_run(source, out, to, seed, state, {**of_tokens, **of_widths})
             show(report, out, json)
             return
-        family = type(AutoConfig.from_pretrained(model, trust_remote_code=False))
+        family = type(load_config(str(source)))
         if family not in families:
             raise InputError(f"{model} holds a model of another kind, {family.model_type}")
         grow, options, others = families[family]
@@ -125,9 +130,11 @@ def grow_model(
             if value is not None:
                 raise InputError(f"--{name} {value} is not for a {family.model_type} model")
         given = {name: value for name, value in options.items() if value is not None}
-        target = family.from_pretrained(to) if to and Path(to).is_dir() else to
+        target = load_config(to) if to and Path(to).is_dir() else to
+        if not isinstance(target, str | None | family):
+            raise InputError(f"--to {to} is a {target.model_type}, {model} a {family.model_type}")
         with new_folder("--out", out) as folder:
-            report = grow(model, folder, target, seed=seed, **given)
+            report = grow(source, folder, target, seed=seed, verify=not no_verify, **given)
     except (ValueError, SafetensorError) as error:
         raise InputError(" ".join(str(error).split())) from None
     except OSError as error:
@@ -142,15 +149,17 @@ def ligo_options(
 ) -> dict[str, Any]:
     """What LiGO learns from, and how long."""
     from tokenformer.data.errors import DataError
+    from tokenformer.models.weight_files import read_object
 
     if data is None:
         raise InputError(f"--method {LIGO} learns from data; give --data FOLDER")
     steps = LIGO_STEPS if steps is None else steps
     if steps < 1:
         raise InputError(f"--steps {steps} must be at least 1")
-    file = model / ("state.json" if is_checkpoint else "config.json")
-    found = loads(file.read_text(encoding="utf-8"))
-    config = found["state"]["config"] if is_checkpoint else found
+    if is_checkpoint:
+        config = loads((model / "state.json").read_text(encoding="utf-8"))["state"]["config"]
+    else:
+        config = read_object(model, "config.json")
     try:
         batches = read_samples(
             data,

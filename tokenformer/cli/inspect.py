@@ -3,11 +3,14 @@
 import os
 import sys
 from collections.abc import Callable
-from json import dumps, loads
+from difflib import get_close_matches
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenformer.cli.errors import InputError
+from tokenformer.cli.model import CONFIG, read_config, resolve_folder
+from tokenformer.files import expanded, is_local, nearest
 from tokenformer.models.presets import (
     TOKENFORMER_PRESETS,
     TRANSFORMER_PRESETS,
@@ -122,6 +125,9 @@ def is_folder(path: Path) -> bool:
 def load_config(model: str) -> "LanguageConfig | VisionConfig":
     """The configuration of a preset or of a folder's config.json. A folder that has a preset's name
     is reached as ./NAME."""
+    name, size = model.lower(), model.lower().removeprefix(TRANSFORMER_PREFIX)
+    folder = None if is_preset(name, size) else config_folder(model)
+
     from tokenformer.models.catalogue import MODELS
     from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
     from tokenformer.models.vision_configuration import (
@@ -129,49 +135,44 @@ def load_config(model: str) -> "LanguageConfig | VisionConfig":
         TransformerVisionConfig,
     )
 
-    name, size = model.lower(), model.lower().removeprefix(TRANSFORMER_PREFIX)
     if name in TOKENFORMER_PRESETS:
         return TokenformerConfig.from_preset(name)
     if name in VISION_TOKENFORMER_PRESETS:
         return TokenformerVisionConfig.from_preset(name)
     if size in TRANSFORMER_PRESETS:
         return TransformerConfig.from_preset(size)
-    if size in VISION_TRANSFORMER_PRESETS:
+    if folder is None:
         return TransformerVisionConfig.from_preset(size)
-    folder = Path(model)
-    if not is_folder(folder):
-        own = (*TOKENFORMER_PRESETS, *VISION_TOKENFORMER_PRESETS)
-        plain = (*TRANSFORMER_PRESETS, *VISION_TRANSFORMER_PRESETS)
-        twins = [TRANSFORMER_PREFIX + size for size in plain]
-        raise InputError(
-            f"{model} is neither a preset nor a folder; give a folder with a config.json, "
-            f"or one of {', '.join([*own, *twins])}"
-        )
-    inside = folder / "model" / "config.json"  # of a run
-    file = inside if inside.exists() else folder / "config.json"
-    try:
-        options = loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(
-            f"{model} has no config.json; give a folder with one, or a preset"
-        ) from None
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{file} is not JSON: {one_line(error)}") from None
+    options = read_config(folder)
     # Chosen from our own classes, so that nothing a config.json names is ever imported.
     classes = {known.model_type: known for known in MODELS}
-    kind = options.get("model_type") if isinstance(options, dict) else None
+    kind = options.get("model_type")
     if not isinstance(kind, str) or kind not in classes:
-        raise InputError(f"{file} has model_type {kind!r}; accepted are {', '.join(classes)}")
+        raise InputError(f"{folder} has model_type {kind!r}; accepted are {', '.join(classes)}")
     try:
         return classes[kind].from_dict(options)
     except (ValueError, TypeError, AttributeError) as error:
-        raise InputError(f"{file}: {one_line(error)}") from None
+        raise InputError(f"{folder / CONFIG}: {' '.join(str(error).split())}") from None
 
 
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def is_preset(name: str, size: str) -> bool:
+    own = name in TOKENFORMER_PRESETS or name in VISION_TOKENFORMER_PRESETS
+    return own or size in TRANSFORMER_PRESETS or size in VISION_TRANSFORMER_PRESETS
+
+
+def config_folder(model: str) -> Path:
+    """The folder of a model that is no preset; `owner/name` may be on the hub."""
+    if is_local(model) or "/" in model:
+        return resolve_folder(model)
+    own = (*TOKENFORMER_PRESETS, *VISION_TOKENFORMER_PRESETS)
+    plain = (*TRANSFORMER_PRESETS, *VISION_TRANSFORMER_PRESETS)
+    presets = [*own, *(TRANSFORMER_PREFIX + size for size in plain)]
+    alike: list[str | Path] = [*get_close_matches(model.lower(), presets, n=1)]
+    near = alike[0] if alike else nearest(expanded(model))
+    hint = f"did you mean {near}? " if near else ""
+    raise InputError(
+        f"{model} is neither a preset nor a folder; {hint}presets are {', '.join(presets)}"
+    )
 
 
 def account(

@@ -1,20 +1,114 @@
-"""A model for a verb that uses one: a folder or a hub name, with what reads for it."""
+"""The model that a command is given: a model folder, a run folder or a hub name."""
 
 import importlib.util
+from json import loads
 from pathlib import Path
 from typing import Any
 
 from tokenformer.cli.errors import InputError
+from tokenformer.errors import TokenformerError, first_line
+from tokenformer.files import check_hub, exists, expanded, is_local, missing
+
+CONFIG = "config.json"
+KINDS = {
+    "a language model": ("ForCausalLM", "LMHeadModel"),
+    "an image classifier": ("ForImageClassification",),
+}
+"""How the names of transformers' classes of a kind end."""
+USES = {
+    "a language model": "tokenformer generate, serve or evaluate --perplexity",
+    "an image classifier": "tokenformer predict or evaluate --images",
+}
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "*vocab*",
+    "merges.txt",
+    "*.model",
+    "*.spm",
+    "*.tiktoken",
+    "tekken.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+"""As the tokenizers of transformers name their files; not our loader, modeling_tokenformer.py."""
 
 
-def load_model(name: str, bits: int | None = None) -> tuple[Any, Any]:
-    """Any Hugging Face causal language model, and its tokenizer; of 8 bits a TokenFormer."""
+def resolve_model(name: str | Path, kind: str | None = None) -> str:
+    """The model folder that a path means, which of a run is `model` inside it; or a hub name.
+
+    Nothing heavy is imported, so that a wrong name is refused at once. A folder whose model is of
+    another kind than `kind`, one of `KINDS`, is refused too.
+    """
+    name = str(name)
+    if not is_local(name):
+        check_hub(name)
+        return name
+    path = expanded(name)
+    if not exists(path):
+        raise InputError(missing(name))
+    if not path.is_dir():
+        raise InputError(f"{name} is a file; give the model folder that it is in, or a hub name")
+    for folder in (path, path / "model"):
+        if (folder / CONFIG).is_file():
+            check_kind(folder, kind)
+            return str(folder)
+    hint = "; the run has no model yet" if (path / "config.yaml").exists() else ""
+    raise InputError(f"{name} has no {CONFIG}{hint}; give a model folder, a run or a hub name")
+
+
+def check_kind(folder: Path, kind: str | None) -> None:
+    """Refuse a folder whose config.json cannot be read or names a model of another kind."""
+    config = read_config(folder)
+    names = config.get("architectures") or []
+    for found, endings in KINDS.items():
+        if kind not in (None, found) and any(str(each).endswith(endings) for each in names):
+            raise InputError(f"{folder} is {found}, not {kind}; use {USES[found]}")
+    if kind == "a language model" and not any(any(folder.glob(each)) for each in TOKENIZER_FILES):
+        raise InputError(f"{folder} has no tokenizer; copy its tokenizer.json into the folder")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A folder's config.json as it is, not yet checked."""
+    file = folder / CONFIG
+    try:
+        config = loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file} is not JSON: {' '.join(str(error).split())}") from None
+    if not isinstance(config, dict):
+        raise InputError(f"{file} is not a model's configuration: it holds no JSON object")
+    return config
+
+
+def resolve_folder(name: str | Path) -> Path:
+    """As `resolve_model`, for commands that read the folder's files: a hub name is downloaded."""
+    found = resolve_model(name)
+    if is_local(found):
+        return Path(found)
+
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.txt", "*.model"]
+        return Path(snapshot_download(found, allow_patterns=patterns))
+    except OSError as error:
+        raise InputError(f"{found} cannot be downloaded: {first_line(error)}") from None
+
+
+def load_model(name: str, bits: int | None = None, *, verify: bool = True) -> tuple[Any, Any]:
+    """Any Hugging Face causal language model and its tokenizer. `bits=8` quantizes a TokenFormer;
+    `verify=False` skips checking the weights against their checksums."""
+    name = resolve_model(name, "a language model")
+
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from tokenformer import TokenQuantization
 
     options = {} if bits is None else {"quantization_config": TokenQuantization(bits)}
-    return load_pair(name, AutoModelForCausalLM, AutoTokenizer, "tokenizer", **options)
+    return load_pair(
+        name, AutoModelForCausalLM, AutoTokenizer, "tokenizer", verify=verify, **options
+    )
 
 
 def check_bits(bits: int | None) -> None:
@@ -22,73 +116,46 @@ def check_bits(bits: int | None) -> None:
         raise InputError(f"--bits {bits}: tokens are rounded to 8 bits or not at all")
 
 
-def load_classifier(name: str) -> tuple[Any, Any]:
+def load_classifier(name: str, *, verify: bool = True) -> tuple[Any, Any]:
     """Any Hugging Face image classifier, and its image processor."""
-    if importlib.util.find_spec("PIL") is None:
-        raise InputError('images need Pillow: pip install "tokenformer[vision]"')
+    check_pillow()
+    name = resolve_model(name, "an image classifier")
 
     from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-    return load_pair(name, AutoModelForImageClassification, AutoImageProcessor, "image processor")
+    classes = AutoModelForImageClassification, AutoImageProcessor
+    return load_pair(name, *classes, "image processor", verify=verify)
+
+
+def check_pillow() -> None:
+    if importlib.util.find_spec("PIL") is None:
+        raise InputError('images need Pillow: pip install "tokenformer[vision]"')
 
 
 def load_pair(
     name: str, model_class: Any, reader_class: Any, reader_name: str, **options: Any
 ) -> tuple[Any, Any]:
-    """A model in eval mode on the best device, and what reads for it."""
-    from safetensors import SafetensorError
+    """A model in eval mode on the best device, and its tokenizer or image processor."""
     from transformers.utils import logging
 
     import tokenformer  # noqa: F401  # so that the Auto classes know ours
     from tokenformer.models.loading import load_whole
     from tokenformer.train.distribution import device
 
-    name = model_name(name)
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    what = name
     try:
         model = load_whole(model_class, name, **options).to(device()).eval()
-        what = f"the {reader_name} of {name}"
         reader = reader_class.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise InputError(f"{what} cannot be loaded: {lines[0]}") from None
+    except TokenformerError:
+        raise
+    except Exception as error:  # whatever an unsound folder leads transformers to
+        problem = f"the {reader_name} of {name} cannot be loaded: {first_line(error)}"
+        raise InputError(problem) from error
     finally:
         if shown:
             logging.enable_progress_bar()
     # Where a folder has no tokenizer, transformers makes one up that knows no text.
     if reader_name == "tokenizer" and not set(reader.get_vocab()) - set(reader.all_special_tokens):
-        raise InputError(f"{name} has no tokenizer; put one into the folder")
+        raise InputError(f"{name} has no tokenizer; copy its tokenizer.json into the folder")
     return model, reader
-
-
-def model_name(name: str) -> str:
-    """The model folder that a path means, which of a run is the one inside; else a hub name."""
-    folder = Path(name)
-    if folder.is_file():
-        raise InputError(f"{name} is a file; give the model folder that it is in, or a hub name")
-    if folder.is_dir():
-        for inside in (folder, folder / "model"):
-            if (inside / "config.json").exists():
-                return str(inside)
-        raise InputError(f"{name} has no config.json; give a model folder or a hub name")
-    if folder.is_absolute() or name.startswith((".", "~")) or len(folder.parts) > 2:
-        raise InputError(f"{name} cannot be loaded: there is no such folder")
-    return name
-
-
-def load_tokenformer(folder: Path) -> Any:
-    """A TokenFormer from its folder, in eval mode, for what is done to tokens alone."""
-    from transformers import AutoConfig
-
-    # Imported before AutoConfig is asked, so that the Auto classes know ours.
-    from tokenformer.models.catalogue import MODELS
-    from tokenformer.models.projection_configuration import TokenConfig
-
-    if not (folder / "config.json").exists():
-        raise InputError(f"{folder} is not a model folder: it has no config.json")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if not isinstance(config, TokenConfig):
-        raise InputError(f"{folder} is a {config.model_type} model, not a TokenFormer")
-    return MODELS[type(config)].from_pretrained(folder).eval()

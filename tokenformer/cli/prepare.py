@@ -30,13 +30,17 @@ def prepare(
     validation: float | None = None,
     seed: int = 0,
     documents: int | None = None,
+    encoding: str | None = None,
+    encoding_errors: str = "strict",
+    max_ratio: float = 100.0,
+    max_row_bytes: int = 1 << 28,
     shard_tokens: int = 1 << 28,
     workers: int | None = None,
     json: bool = False,
 ) -> None:
     """Turn text, jsonl, parquet, enwik8 or a dataset into shards of token ids.
 
-    Run again after an interruption, it goes on where it was.
+    Run the same command again to continue after an interruption.
 
     Args:
         corpus: A file or a folder of text, jsonl or parquet, also as gz, bz2, xz, zst or zip; or
@@ -48,10 +52,18 @@ def prepare(
         end_of_text: The token that ends a document, if the tokenizer does not say.
         text_field: The field that holds the text in jsonl, parquet or a dataset.
         subset: The subset (configuration) of a dataset.
-        validation: Fraction of the documents to hold out; by default 0.05, of enwik8 and text8
-            their standard split, and none if the corpus has a validation split of its own.
+        validation: Fraction of the training documents to hold out; by default 0.05, for enwik8
+            and text8 the standard split, and none if the corpus has a validation split. With 0
+            there is no validation split; train with --run.validate_every 0.
         seed: Seed of the division into splits.
         documents: Read no more than so many documents, for a small part of a large corpus.
+        encoding: Encoding of text and jsonl files without a byte order mark, such as latin-1; by
+            default utf-8. raw keeps all bytes as they are (with --tokenizer bytes).
+        encoding_errors: strict refuses bytes that are not text in the encoding and zero bytes;
+            replace turns them into U+FFFD.
+        max_ratio: Refuse a file that unpacks to more than this many times its size (and more than
+            16 MiB); 0 for no limit.
+        max_row_bytes: Refuse a line of jsonl, or the text of a row, longer than this.
         shard_tokens: Tokens in a shard.
         workers: Processes that encode; by default one a core.
         json: Print the index as JSON.
@@ -60,9 +72,9 @@ def prepare(
         raise InputError("--out is missing; name the folder to keep the shards in")
     from rich.console import Console
 
-    from tokenformer.data.errors import DataError
     from tokenformer.data.preparation import Request
     from tokenformer.data.preparation import prepare as run
+    from tokenformer.data.reading import Reading
 
     request = Request(
         corpus=corpus,
@@ -75,25 +87,31 @@ def prepare(
         seed=seed,
         documents=documents,
         shard_tokens=shard_tokens,
+        reading=Reading(encoding, encoding_errors, max_ratio, max_row_bytes),
     )
     console = Console(highlight=False, stderr=json, soft_wrap=True)
-    try:
-        with progress(console) as show:
-            index = run(
-                request,
-                out,
-                workers=cores() if workers is None else workers,
-                on_standing=show,
-                on_note=lambda note: console.print(note, markup=False),
-            )
-    except DataError as error:
-        raise InputError(str(error)) from None
-    except OSError as error:
-        raise InputError(f"--out {out} cannot be written: {error.strerror or error}") from None
+    with progress(console) as show:
+        index = run(
+            request,
+            out,
+            workers=cores() if workers is None else workers,
+            on_standing=show,
+            on_note=lambda note: console.print(note, markup=False),
+        )
     if json:
         sys.stdout.write(dumps(index, indent=2) + "\n")
     else:
         summarise(console, index, out)
+    if "validation" not in index["splits"]:
+        console.print(without_validation(index["settings"]["validation"]), markup=False)
+
+
+def without_validation(asked: float | None) -> str:
+    if asked == 0:
+        other = "or prepare it in another folder with --validation 0.05"
+    else:
+        other = "since there are too few documents to hold one out"
+    return f"No validation split: train with --run.validate_every 0, {other}"
 
 
 def cores() -> int:

@@ -7,11 +7,12 @@ from typing import Any
 
 from tokenformer.cli.errors import InputError
 from tokenformer.cli.folder import new_folder
-from tokenformer.cli.samples import LONGEST, read_image_samples, read_samples
+from tokenformer.cli.model import resolve_folder
+from tokenformer.cli.samples import LONGEST, check_samples, read_image_samples, read_samples
 
 
 def prune_model(
-    model: Path,
+    model: str,
     data: Path | None = None,
     keep: float | None = None,
     out: Path | None = None,
@@ -23,12 +24,13 @@ def prune_model(
     length: int | None = None,
     refit: bool = True,
     images: str | None = None,
+    no_verify: bool = False,
     json: bool = False,
 ) -> None:
     """Drop the parameter tokens that matter least on data; without data, those that cannot matter.
 
     Args:
-        model: A model folder.
+        model: A model folder, a run folder or a hub name.
         data: A folder made by `tokenformer prepare`, to measure on what each token does. Without it
             and without --images only tokens with zero keys go, at no loss.
         keep: The share of every layer's tokens to keep, such as 0.5.
@@ -44,6 +46,7 @@ def prune_model(
             them as they are.
         images: For an image classifier, instead of --data: images as `tokenformer train` takes
             them, such as a folder of images by class, or digits.
+        no_verify: Do not check the weights against checksums.json, nor for NaN and inf.
         json: Print the report as JSON.
     """
     if out is None:
@@ -53,15 +56,17 @@ def prune_model(
             raise InputError(f"--{name} {value} must be at least 1")
     counts = {"qkv_tokens": qkv_tokens, "output_tokens": output_tokens, "ffn_tokens": ffn_tokens}
     tokens: dict[str, Any] = {name: n for name, n in counts.items() if n is not None}
+    source = resolve_folder(model)
+    check_samples(data, images)
 
     from rich.console import Console
     from safetensors import SafetensorError
     from transformers.utils import logging
 
-    from tokenformer.cli.model import load_tokenformer
     from tokenformer.data.errors import DataError
-    from tokenformer.growth.folder import save
-    from tokenformer.growth.prune import prune
+    from tokenformer.growth.model_folder import save
+    from tokenformer.growth.tokens.prune import prune
+    from tokenformer.models.loading import load_tokens
     from tokenformer.models.vision_configuration import VisionConfig
     from tokenformer.train.distribution import device
 
@@ -69,13 +74,13 @@ def prune_model(
     logging.disable_progress_bar()
     try:
         with new_folder("--out", out) as folder:
-            whole = load_tokenformer(model).to(device())
+            whole = load_tokens(source, verify=not no_verify).to(device())
             batches = None
             if isinstance(whole.config, VisionConfig):
                 wanted = "images"
                 refuse(model, "an image classifier", data=data, length=length)
                 if images is not None:
-                    batches = read_image_samples(images, model, whole, count=sequences)
+                    batches = read_image_samples(images, source, whole, count=sequences)
             else:
                 refuse(model, "a language model", images=images)
                 longest = min(LONGEST, whole.config.max_position_embeddings)
@@ -89,7 +94,7 @@ def prune_model(
                     )
             with Console(stderr=True).status("measuring what each token does"):
                 smaller, report = prune(whole, batches, keep=keep, refit=refit, **tokens)
-            save(smaller, report, model, folder)
+            save(smaller, report, source, folder)
     except (ValueError, SafetensorError, DataError) as error:
         line = " ".join(str(error).split())
         raise InputError(line.replace("batches is missing", f"--{wanted} is missing")) from None
@@ -102,7 +107,7 @@ def prune_model(
     )
 
 
-def refuse(model: Path, kind: str, **options: Any) -> None:
+def refuse(model: str, kind: str, **options: Any) -> None:
     for name, value in options.items():
         if value is not None:
             raise InputError(f"{model} is {kind}, for which there is no --{name}")

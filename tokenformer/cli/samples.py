@@ -4,12 +4,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenformer.cli.errors import InputError
+from tokenformer.files import exists, expanded, is_local, missing
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 BATCH_SIZE = 8
 LONGEST = 512
+
+
+def check_samples(data: Path | None = None, images: str | None = None) -> None:
+    """Refuse at once what is written as a path and does not exist."""
+    if data is not None and not exists(expanded(data)):
+        raise InputError(f"--data: {missing(data)}")
+    if images is not None and is_local(images) and not exists(expanded(images)):
+        raise InputError(f"--images: {missing(images)}")
 
 
 def read_samples(

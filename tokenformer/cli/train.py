@@ -1,9 +1,13 @@
 """`tokenformer train`: a recipe file becomes a run, on one core or under torchrun."""
 
+import shlex
 import sys
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
 from tokenformer.cli.errors import InputError
 from tokenformer.data.augmentation_options import AugmentationOptions
@@ -18,11 +22,16 @@ from tokenformer.train.options import (
 )
 from tokenformer.train.stages import shortened
 
+if TYPE_CHECKING:
+    from tokenformer.train.record import Change, Record
+    from tokenformer.train.run import Run
+
 
 def train(
     recipe: list[Path],
     out: Path | None = None,
     max_steps: int | None = None,
+    override: bool = False,
     model: ModelOptions = ModelOptions(),  # noqa: B008
     data: DataOptions = DataOptions(),  # noqa: B008
     optimizer: OptimizerOptions = OptimizerOptions(),  # noqa: B008
@@ -31,15 +40,17 @@ def train(
     stages: list[StageOptions] = [],  # noqa: B006
     augmentation: AugmentationOptions = AugmentationOptions(),  # noqa: B008
 ) -> None:
-    """Train a model as a recipe file says; any option of it can be changed on the command line.
+    """Train a model from a recipe file; every option of it can be changed on the command line.
 
     Args:
         recipe: A YAML file with the sections model, data, augmentation, optimizer, schedule, run
             and stages.
-        out: The folder of the run, by default runs/RECIPE. A run that is there goes on from its
-            last checkpoint.
+        out: The folder of the run, by default runs/RECIPE. An existing run resumes from its last
+            checkpoint.
         stages: Parts of the run, between which the model grows.
-        max_steps: A shorter run: so many steps, with the schedule and warm-up fitted to them.
+        max_steps: Train at most this many steps, with the schedule and warm-up fitted to them.
+        override: Resume an existing run with changed options, or extend a finished one by a larger
+            run.steps. The changes are recorded in config-history.yaml.
     """
     folder = out or Path("runs") / recipe[0].stem
     whole = Recipe(model, data, optimizer, schedule, run, stages, augmentation)
@@ -47,63 +58,161 @@ def train(
         if max_steps < 1:
             raise InputError(f"--max_steps {max_steps} must be at least 1")
         whole = shortened(whole, max_steps)
+    try:
+        job = checked(Job(recipe[0], folder, whole, override))
+    except (ValueError, OSError) as error:
+        raise InputError(one_line(error)) from None
+    train_job(job)
 
+
+@dataclass
+class Job:
+    """A recipe to be trained in a folder."""
+
+    file: Path
+    folder: Path
+    recipe: Recipe
+    override: bool
+    notes: tuple[str, ...] = ()
+    """What to tell the user before training starts."""
+
+
+def checked(job: Job) -> Job:
+    """The job with its paths found. Refuses what can be refused without importing torch."""
+    from tokenformer.train.inputs import check_inputs, located
+    from tokenformer.train.record import Record, check_folder, newest_step
+
+    record, step = Record(job.folder), newest_step(job.folder)
+    check_folder(job.folder)
+    notes: list[str] = []
+    recipe = located(job.recipe, job.file, record.values, notes.append)
+    check_inputs(recipe, begun=step > 0)
+    record.check(recipe, step, job.override)
+    return Job(job.file, job.folder, recipe, job.override, tuple(notes))
+
+
+def train_job(job: Job) -> None:
     import torch
     from rich.console import Console
 
-    from tokenformer.data.errors import DataError
     from tokenformer.data.lock import locked
     from tokenformer.train.distribution import process_group
     from tokenformer.train.loop import PRECISIONS
     from tokenformer.train.materials import materials_of
     from tokenformer.train.peak import matmul_peak
     from tokenformer.train.progress import progress
-    from tokenformer.train.ranks import CheckpointError
-    from tokenformer.train.recipe import check_record, record
+    from tokenformer.train.record import Record
     from tokenformer.train.run import Run, StoppedError
-    from tokenformer.train.spikes import TrainingError
 
     with ExitStack() as stack:
         ranks = stack.enter_context(process_group())
-        torch.manual_seed(run.seed)
-        console = Console(highlight=False, quiet=not ranks.first)
+        torch.manual_seed(job.recipe.run.seed)
+        # Brackets in a path are no markup.
+        console = Console(highlight=False, markup=False, quiet=not ranks.first)
+        say = partial(console.print, soft_wrap=True)
         try:
             if ranks.first:
-                stack.enter_context(locked(folder))
-                check_record(whole, folder)
-            materials = materials_of(whole)
-            job = Run(folder, whole, materials, lambda line: console.print(line, soft_wrap=True))
-            if ranks.first:
-                record(whole, folder)
+                stack.callback(remove_if_empty, job.folder)
+                stack.enter_context(locked(job.folder))
+            record = Record(job.folder)
+            for note in job.notes:
+                say(note)
+            materials = materials_of(job.recipe)
+            run = Run(job.folder, job.recipe, materials, say)
+            changes = record.check(job.recipe, run.loop.progress.step, job.override)
         except BlockingIOError:
             raise InputError(
-                f"another process is training in {folder}; wait for it, or name another --out"
+                f"another process is training in {job.folder}; wait for it, or name another --out"
             ) from None
-        except (DataError, ValueError, OSError) as error:
-            raise InputError(" ".join(str(error).split())) from None
-        except CheckpointError as error:
-            fail(error)
-        console.print(
-            f"{job.loop.task.model.num_parameters():,} parameters, {len(materials.train):,} "
+        except (ValueError, OSError) as error:
+            raise InputError(one_line(error)) from None
+        if run.is_concluded:
+            say(nothing_to_do(run, record, "nothing was changed"))
+            return
+        say(
+            f"{run.loop.task.model.num_parameters():,} parameters, {len(materials.train):,} "
             f"{materials.unit} to train on, "
-            f"{ranks.count} process{'es' if ranks.count > 1 else ''}; the run is in {folder}"
+            f"{ranks.count} process{'es' if ranks.count > 1 else ''}; the run is in {job.folder}"
         )
+        introduce(run, changes, job, say)
+        finished = run.finished
+        if ranks.first and not finished:
+            record.write(job.recipe, run.loop.progress.step)
         try:
-            peak = matmul_peak(job.loop.device, PRECISIONS.get(run.precision, torch.float32))
+            peak = matmul_peak(
+                run.loop.device, PRECISIONS.get(job.recipe.run.precision, torch.float32)
+            )
             with progress(
-                console, job.stages[-1].last_step, ranks.count * peak, materials.unit
+                console,
+                run.last_step,
+                None if peak is None else ranks.count * peak,
+                materials.unit,
+                done=run.loop.progress.step,
+                details=True,
             ) as show:
-                job.go(show)
+                run.go(show)
         except StoppedError as stopped:
-            console.print(f"{stopped}. To go on: tokenformer {' '.join(sys.argv[1:])}")
+            say(f"{stopped}. To resume: tokenformer {shlex.join(sys.argv[1:])}")
             raise SystemExit(128 + stopped.number) from None
-        except DataError as error:  # such as an image that cannot be decoded
-            raise InputError(str(error)) from None
-        except (TrainingError, CheckpointError) as error:
-            fail(error)
-        console.print(f"Done: {folder}/model, metrics.jsonl, loss.png")
+        if finished:
+            say(nothing_to_do(run, record, "no step was trained"))
+        say(f"Done: {job.folder}/model, metrics.jsonl, loss.png")
 
 
-def fail(error: Exception) -> NoReturn:
-    sys.stderr.write(f"tokenformer train: {error}\n")
-    raise SystemExit(1) from None
+def nothing_to_do(run: "Run", record: "Record", outcome: str) -> str:
+    """Of a run at its end, or past it: where it is, and how to extend it."""
+    step, last, known = run.loop.progress.step, run.last_step, record.steps
+    if known is not None and known > step:
+        rest = f"it is recorded with {known} steps: to resume it, ask for those"
+    else:
+        how = "more steps in a stage" if run.recipe.stages else f"--run.steps {2 * step}"
+        rest = f"to extend it: {how} --override"
+    state = "is finished" if step == last else f"is past the {last} steps asked for"
+    return f"{run.folder} {state}: it is at step {step}; {outcome}; {rest}"
+
+
+def introduce(run: "Run", changes: "list[Change]", job: Job, say: Callable[[str], None]) -> None:
+    """Tell from where the run continues and with what changes, and warn of what may go wrong."""
+    step, options = run.loop.progress.step, job.recipe
+    if run.resumed is not None:
+        say(f"Resuming from step {step}: {run.resumed}")
+        for change in changes:
+            say(f"From step {step} on: {change}")
+        if changes and (line := rate_change(run)):
+            say(line)
+    elif options.model.start_from is not None:
+        from tokenformer.train.inputs import is_rate_for_fresh_weights
+
+        if is_rate_for_fresh_weights(options, job.file):
+            rate = options.optimizer.learning_rate
+            say(
+                f"Warning: the learning rate {rate:g} of {job.file} is meant for fresh weights and "
+                f"may undo what {options.model.start_from} has learned; try "
+                f"--optimizer.learning_rate {rate / 10:.1g} and a longer --schedule.warmup_steps"
+            )
+    if run.loop.device.type == "cpu" and options.run.precision != "fp32":
+        say(f"Warning: run.precision {options.run.precision} is slow on most CPUs; fp32 is faster")
+
+
+def rate_change(run: "Run") -> str | None:
+    """The schedule follows the number of steps: where options change, the rate may jump."""
+    from tokenformer.train.metrics import read_metrics
+    from tokenformer.train.record import METRICS
+
+    step = run.loop.progress.step
+    rows = read_metrics(run.folder / METRICS)
+    rates = [row["lr"] for row in rows if row["step"] == step and "lr" in row]
+    after = run.loop.rate(step + 1)
+    if not rates or run.finished:
+        return None
+    return f"Learning rate: {rates[-1]:.2e} at step {step}, {after:.2e} at step {step + 1}"
+
+
+def remove_if_empty(folder: Path) -> None:
+    """So that a run that was refused leaves nothing."""
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -4,15 +4,21 @@ from typing import Any
 
 from torch import Tensor
 
+from tokenformer.errors import TokenformerError
 
-class PromptError(ValueError):
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""What configurations of transformers call the context length."""
+
+
+class PromptError(TokenformerError, ValueError):
     """A prompt that the model cannot go on with, said in one line."""
 
 
 def context_length(config: Any) -> int | None:
     """How many tokens the model was made for; None where its kind has no such limit."""
-    length = getattr(config, "max_position_embeddings", None)
-    return int(length) if length else None
+    text = config.get_text_config()  # of a model of several modalities, else itself
+    lengths = (getattr(text, name, None) for name in LENGTHS)
+    return next((length for length in lengths if isinstance(length, int) and length > 0), None)
 
 
 def start_token(tokenizer: Any) -> int:

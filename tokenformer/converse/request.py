@@ -7,10 +7,41 @@ that clients send of themselves, at values that ask for nothing, are dropped.
 from reprlib import repr as shortened
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 DEFAULT_MAX_TOKENS = 16
 """Of a completion; OpenAI's own."""
+
+MIN_TEMPERATURE = 1e-10
+"""Below it, logits divided by the temperature overflow float32."""
+
+MAX_STOP = 1000
+"""Characters of a stop sequence."""
+
+MAX_ERRORS = 5
+"""Errors that are listed for one request."""
+
+
+def check_unicode(text: str) -> str:
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("a lone surrogate is not a Unicode character")
+    return text
+
+
+def check_temperature(temperature: float) -> float:
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise ValueError(f"must be 0 or at least {MIN_TEMPERATURE:g}")
+    return temperature
+
+
+Text = Annotated[str, AfterValidator(check_unicode)]
 
 
 class Request(BaseModel):
@@ -23,15 +54,17 @@ class Request(BaseModel):
         "logit_bias": {},
     }
 
-    model: str | None = None
+    model: Text | None = None
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
+    temperature: Annotated[float, AfterValidator(check_temperature)] | None = Field(
+        None, ge=0, le=2
+    )
     top_p: float | None = Field(None, gt=0, le=1)
-    stop: list[Annotated[str, Field(min_length=1)]] = Field([], max_length=4)
+    stop: list[Annotated[Text, Field(min_length=1, max_length=MAX_STOP)]] = Field([], max_length=4)
     seed: int | None = Field(None, ge=0, lt=2**63)
     stream: bool = False
     stream_options: dict[str, Any] | None = None  # the usage is told anyway
-    user: str | None = None
+    user: Text | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -50,7 +83,7 @@ class CompletionRequest(Request):
 
     asks_nothing = Request.asks_nothing | {"best_of": 1, "echo": False, "suffix": ""}
 
-    prompt: str
+    prompt: Text
     max_tokens: int = Field(DEFAULT_MAX_TOKENS, ge=1)
 
     @model_validator(mode="before")
@@ -66,14 +99,14 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    role: str
-    content: str | list[Part]
+    role: Text
+    content: Text | list[Part]
 
 
 class ChatRequest(Request):
@@ -91,12 +124,20 @@ class ChatRequest(Request):
 
 
 def explain(error: ValidationError) -> str:
-    """All that is wrong with a request, in one line."""
+    """What is wrong with a request, in one line."""
     wrong = []
-    for found in error.errors():
-        name = ".".join(map(str, found["loc"]))
-        if found["type"] == "extra_forbidden":
-            wrong.append(f"{name}={shortened(found['input'])} is not supported")
+    found = error.errors(include_url=False, include_context=False)
+    for each in found[:MAX_ERRORS]:
+        name = shorten(".".join(map(str, each["loc"])))
+        if each["type"] == "extra_forbidden":
+            wrong.append(f"{name}={shortened(each['input'])} is not supported")
         else:
-            wrong.append(f"{name}: {found['msg'].lower()}")
+            reason = each["msg"].removeprefix("Value error, ")
+            wrong.append(f"{name}: {reason[:1].lower()}{reason[1:]}")
+    if len(found) > MAX_ERRORS:
+        wrong.append(f"{len(found) - MAX_ERRORS} more errors")
     return "; ".join(wrong)
+
+
+def shorten(name: str) -> str:
+    return name if len(name) <= 100 else f"{name[:97]}..."

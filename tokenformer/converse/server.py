@@ -1,10 +1,12 @@
 """The OpenAI-compatible server of transformers with one model of ours in it.
 
-Its routes, chat templates, event streams and inference thread are used as they are. Ours are:
+Its routes, response formats, event streams and inference thread are used as they are. Ours are:
 
 - `OneModel` in the place of its `ModelManager`, which loads what a request names;
-- handlers that refuse what theirs ignore (`request.py`), and sample as OpenAI's API says;
-- `Voice` (`voice.py`), which makes the text.
+- `LimitRequests` (`middleware.py`) in front of all routes;
+- handlers that refuse unsupported fields (`request.py`), and sample as OpenAI's API says;
+- `PromptEncoder` (`encoder.py`), which renders and tokenizes outside of the event loop;
+- `Voice` (`voice.py`), which generates the text.
 """
 
 import time
@@ -13,59 +15,42 @@ from contextlib import aclosing
 from copy import deepcopy
 from typing import Any
 
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from jinja2 import TemplateError
 from pydantic import ValidationError
-from starlette.exceptions import HTTPException as AnyHTTPException
+from starlette.exceptions import HTTPException
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerationState, Modality
 
+from tokenformer.converse.encoder import PromptEncoder
+from tokenformer.converse.limits import Limits
+from tokenformer.converse.middleware import LimitRequests, handle_error
 from tokenformer.converse.request import ChatRequest, CompletionRequest, Request, explain
-from tokenformer.converse.voice import Voice
+from tokenformer.converse.voice import Speaker, Voice
 
 ROUTES = {"/health", "/v1/models", "/v1/completions", "/v1/chat/completions"}
 """Those of transformers' that stay: others load, unload or need another kind of model."""
 
 
 class OneModel:
-    """All that the handlers ask of a `ModelManager`, and nothing that could load a model."""
+    """All that transformers' server asks of a `ModelManager`, and nothing that loads a model."""
 
     def __init__(self, name: str, model: Any, tokenizer: Any) -> None:
-        self.force_model = name
+        self.name = name
         self.model = model
         self.tokenizer = tokenizer
         self.created = int(time.time())
 
-    def process_model_name(self, name: str) -> str:
-        return name
-
-    def load_model_and_processor(self, name: str, **options: Any) -> tuple[Any, Any]:
-        return self.model, self.tokenizer
-
-    def get_model_modality(self, model: Any, processor: Any = None) -> Modality:
-        return Modality.LLM
-
     def get_gen_models(self) -> list[dict[str, Any]]:
         about = {"object": "model", "created": self.created, "owned_by": "tokenformer"}
-        return [{"id": self.force_model, **about}]
+        return [{"id": self.name, **about}]
 
     def shutdown(self) -> None:
         """The model goes with the process."""
-
-
-class OneVoice(GenerationState):
-    """Where the handlers find the `Voice`."""
-
-    def __init__(self, voice: Voice) -> None:
-        super().__init__()
-        self.voice = voice
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> Voice:
-        return self.voice
 
 
 class Strict:
@@ -74,12 +59,31 @@ class Strict:
     request: type[Request]
     model_manager: OneModel
 
+    def __init__(self, model: OneModel, voice: Voice, encoder: PromptEncoder) -> None:
+        super().__init__(model, GenerationState())  # type: ignore[call-arg]
+        self.voice = voice
+        self.encoder = encoder
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        self._validate_request(body)
+        one = self.model_manager
+        with self.voice.admit():
+            inputs = {"input_ids": await self.encode(body)}
+        config = self._build_generation_config(body, one.model.generation_config)
+        about = (request_id, one.model, one.tokenizer, one.name, inputs, config, self.voice)
+        if body["stream"]:
+            return self._streaming(*about)
+        return await self._non_streaming(*about)  # type: ignore[attr-defined]
+
+    async def encode(self, body: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
     def _validate_request(self, body: dict[str, Any]) -> None:
         try:
             asked = self.request.model_validate(body)
         except ValidationError as error:
             raise HTTPException(400, explain(error)) from None
-        name = self.model_manager.force_model
+        name = self.model_manager.name
         if asked.model not in (None, name):
             raise HTTPException(404, f"the model {asked.model} is not here; this server has {name}")
         body.clear()
@@ -101,10 +105,33 @@ class Strict:
         config.seed = body.get("seed")
         return config
 
-    def _streaming(self, *args: Any, **options: Any) -> Any:
-        response = super()._streaming(*args, **options)  # type: ignore[misc]
-        response.body_iterator = then_done(response.body_iterator)
-        return response
+    def _streaming(
+        self,
+        request_id: str,
+        model: Any,
+        processor: Any,
+        model_id: str,
+        inputs: dict[str, Any],
+        *args: Any,
+    ) -> "EventStream":
+        response = super()._streaming(  # type: ignore[misc]
+            request_id, model, processor, model_id, inputs, *args
+        )
+        return EventStream(then_done(response.body_iterator), inputs["speaker"])
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. Generation is cancelled whenever they end, sent or not."""
+
+    def __init__(self, events: AsyncIterator[str], speaker: Speaker) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self.speaker = speaker
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.speaker.cancel()
 
 
 async def then_done(events: Any) -> AsyncIterator[str]:
@@ -118,43 +145,34 @@ async def then_done(events: Any) -> AsyncIterator[str]:
 class Completions(Strict, CompletionHandler):
     request = CompletionRequest
 
+    async def encode(self, body: dict[str, Any]) -> Any:
+        return await self.encoder.encode(body["prompt"])
+
 
 class Chat(Strict, ChatCompletionHandler):
     request = ChatRequest
 
-    def _validate_request(self, body: dict[str, Any]) -> None:
-        super()._validate_request(body)
-        if self.model_manager.tokenizer.chat_template is None:
-            raise HTTPException(400, "this model has no chat template; use /v1/completions")
+    async def encode(self, body: dict[str, Any]) -> Any:
+        messages = self.get_processor_inputs_from_messages(body["messages"], Modality.LLM)
+        return await self.encoder.encode_chat(messages)
 
 
-def build_app(name: str, model: Any, tokenizer: Any, voice: Voice) -> FastAPI:
+def build_app(
+    name: str, model: Any, tokenizer: Any, voice: Voice, encoder: PromptEncoder, limits: Limits
+) -> FastAPI:
     """The application that answers for `model` under `name`."""
-    one, state = OneModel(name, model, tokenizer), OneVoice(voice)
+    one = OneModel(name, model, tokenizer)
     app: FastAPI = build_server(
         one,
-        Chat(one, state),
-        completion_handler=Completions(one, state),
+        Chat(one, voice, encoder),
+        completion_handler=Completions(one, voice, encoder),
         response_handler=None,
         transcription_handler=None,
         systemone_handler=None,
-        generation_state=state,
+        generation_state=GenerationState(),
     )
     app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", None) in ROUTES]
-    for kind in (AnyHTTPException, RequestValidationError, TemplateError, Exception):
-        app.add_exception_handler(kind, refuse)
+    for kind in (HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, handle_error)
+    app.add_middleware(LimitRequests, limits=limits)
     return app
-
-
-def refuse(_request: Any, error: Exception) -> JSONResponse:
-    """An error as OpenAI's clients read it."""
-    code, message = 500, str(error)
-    if isinstance(error, AnyHTTPException):
-        code, message = error.status_code, str(error.detail)
-    elif isinstance(error, RequestValidationError):
-        code, message = 400, "the body is not a JSON object"
-    elif isinstance(error, TemplateError):
-        code, message = 400, f"the chat template refuses these messages: {error}"
-    kind = "invalid_request_error" if code < 500 else "server_error"
-    about = {"message": message, "type": kind, "param": None, "code": None}
-    return JSONResponse({"error": about}, status_code=code)

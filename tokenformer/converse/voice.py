@@ -6,11 +6,13 @@ has gone, or when the server is told to end; the request's seed decides it, whoe
 
 import asyncio
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from json import dumps, loads
 from typing import Any
 
 import torch
-from fastapi import HTTPException
+from starlette.exceptions import HTTPException
 from transformers.cli.serving.utils import (
     DirectStreamer,
     GenerateManager,
@@ -19,26 +21,43 @@ from transformers.cli.serving.utils import (
     response_events_to_chunks,
 )
 
+from tokenformer.converse.limits import Limits
 from tokenformer.converse.prompt import PromptError, begin, room
 from tokenformer.data.text_stream import TextStream
 
 logger = logging.getLogger("uvicorn.error")
+
+RETRY_SECONDS = 2
+"""After which a client may try again when the queue is full."""
 
 
 class Speaker(DirectStreamer):
     """What `generate` hands its tokens to; the event loop takes text from its queue."""
 
     def __init__(
-        self, text: TextStream, ends: set[int], queue: "asyncio.Queue[Any]", parser: Any
+        self,
+        text: TextStream,
+        ends: set[int],
+        queue: "asyncio.Queue[Any]",
+        parser: Any,
+        on_cancel: "Callable[[Speaker], None]",
     ) -> None:
         super().__init__(text.tokenizer, asyncio.get_running_loop(), queue, parser)
         self.text = text
         self.ends = ends
+        self.on_cancel = on_cancel
         self.prompted = False
 
-    def put(self, value: torch.Tensor) -> None:
+    def cancel(self) -> None:
+        super().cancel()
+        self.on_cancel(self)
+
+    def check_cancelled(self) -> None:
         if self._cancelled.is_set():
             raise _GenerationCancelled
+
+    def put(self, value: torch.Tensor) -> None:
+        self.check_cancelled()
         if not self.prompted:
             self.prompted = True
             return
@@ -64,11 +83,32 @@ class Speaker(DirectStreamer):
 class Voice(GenerateManager):
     """Answers one request after the other, each in the thread that its parent keeps."""
 
-    def __init__(self, context: int) -> None:
+    def __init__(self, context: int, max_queue: int = Limits.max_queue) -> None:
         super().__init__()
         self.context = context
+        self.max_queue = max_queue
+        self.encoding = 0
         self.speaking: set[Speaker] = set()
         self.hushed = False
+
+    @contextmanager
+    def admit(self) -> Iterator[None]:
+        """Around the encoding of a request, which counts as waiting; refused if the queue is full.
+        Afterwards it is among `speaking` until it is answered or its client has disconnected."""
+        if self.encoding + len(self.speaking) > self.max_queue:
+            message = f"{self.max_queue} requests are waiting already (--max_queue); try again"
+            raise HTTPException(503, message, {"Retry-After": str(RETRY_SECONDS)})
+        self.encoding += 1
+        try:
+            yield
+        except Exception as error:
+            if self.hushed:
+                raise HTTPException(503, "the server is shutting down") from None
+            if isinstance(error, PromptError):
+                raise HTTPException(400, str(error)) from None
+            raise
+        finally:
+            self.encoding -= 1
 
     def generate_streaming(
         self,
@@ -87,11 +127,12 @@ class Voice(GenerateManager):
         )
         ends = [] if gen_config.eos_token_id is None else gen_config.eos_token_id
         ends = {ends} if isinstance(ends, int) else set(ends)
-        speaker = Speaker(text, ends, queue, response_parser)
+        speaker = Speaker(text, ends, queue, response_parser, self.speaking.discard)
         seed = gen_config.seed
 
         def speak() -> None:
             try:
+                speaker.check_cancelled()  # while it waited
                 # Here rather than where the request came in: others may be sampling until now.
                 torch.manual_seed(torch.seed() if seed is None else seed)
                 model.generate(
@@ -102,7 +143,7 @@ class Voice(GenerateManager):
                 )
             except _GenerationCancelled:
                 if self.hushed:
-                    speaker._enqueue(_StreamError("the server is ending"))
+                    speaker._enqueue(_StreamError("the server is shutting down"))
                 speaker.end()
             except Exception as error:
                 logger.exception("a request failed")
@@ -111,6 +152,9 @@ class Voice(GenerateManager):
                 self.speaking.discard(speaker)
 
         self.speaking.add(speaker)
+        inputs["speaker"] = speaker  # for the handler to cancel
+        if self.hushed:
+            speaker.cancel()
         self.submit(speak)
         return queue, speaker
 

@@ -28,9 +28,9 @@ from tokenformer.convert.source import (
 )
 from tokenformer.convert.state_dict import read_state_dict
 from tokenformer.convert.tokenizer import find_tokenizer
-from tokenformer.growth.folder import COMPANIONS, stored_tensors
+from tokenformer.growth.model_folder import COMPANIONS, stored_tensors
 from tokenformer.models.configuration import TokenformerConfig
-from tokenformer.models.loading import shown
+from tokenformer.models.loading import check_folder, load_config, shown
 
 PARTS = {
     "attention.q": "attention.query",
@@ -62,9 +62,10 @@ def convert_released(
     return Receipt.of(source, config, tensors, to=TOKENFORMER, tokenizer=origin)
 
 
-def convert_to_released(source: Source, out: Path) -> Receipt:
+def convert_to_released(source: Source, out: Path, no_verify: bool = False) -> Receipt:
     """From a model folder of ours to a `pytorch_model.bin` and what belongs beside it."""
-    config = TokenformerConfig.from_pretrained(source.path)
+    config = load_config(str(source.path))
+    check_folder(source.path, config, verify=not no_verify)
     document = to_released(config)
     names = released_names(config.num_hidden_layers)
     with stored_tensors(source.path) as files:

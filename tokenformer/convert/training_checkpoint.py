@@ -15,13 +15,13 @@ from tokenformer.convert.receipt import Receipt
 from tokenformer.convert.source import TOKENFORMER, Source
 from tokenformer.convert.tokenizer import TOKENIZER, find_tokenizer
 from tokenformer.data.corpus import TOKENIZER as CORPUS_TOKENIZER
-from tokenformer.models.catalogue import blank
 from tokenformer.models.configuration import LanguageConfig
 from tokenformer.train import manifest
 from tokenformer.train.checkpoint import compare, read_state
 from tokenformer.train.ranks import CheckpointError, Ranks
 from tokenformer.train.recipe import CONFIG
-from tokenformer.train.run import MODEL
+from tokenformer.train.record import MODEL
+from tokenformer.train.seam import saved_model
 from tokenformer.train.storage import Metadata, read_metadata, read_tensors
 
 AVERAGE, LAST = "average", "last"
@@ -33,15 +33,18 @@ def convert_checkpoint(
 ) -> Receipt:
     """From `runs/NAME/checkpoints/step-...`. Where the run keeps an average of the weights, that is
     what it validates and exports, and so what is taken, unless `weights` is `last`."""
+    ranks = Ranks()
     try:
         manifest.verify(source.path)
-        model = blank(read_config(source.path))
-        saved = read_metadata(source.path)
+        model = saved_model(source.path, read_state(source.path, {"config": dict})["config"])
+        with ranks.together(f"checkpoint {source.path} cannot be read"):
+            saved = read_metadata(source.path)
         prefix = PREFIXES[choose(weights, saved)]
         chosen = {name: m for name, m in saved.items() if name.startswith(prefix)}
         compare({f"{prefix}{name}": p for name, p in model.named_parameters()}, chosen)
         targets = {n: torch.empty(m.size, dtype=m.properties.dtype) for n, m in chosen.items()}
-        read_tensors(source.path, targets, Ranks())
+        with ranks.together(f"checkpoint {source.path} cannot be read"):
+            read_tensors(source.path, targets, ranks)
     except CheckpointError as error:
         raise ConversionError(str(error)) from None
     tensors = {name.removeprefix(prefix): tensor for name, tensor in targets.items()}
@@ -63,13 +66,6 @@ def written(
     images = find_image_processor(run / MODEL, run, config)
     write_folder(config, tensors, images.processor, out)
     return told(image_processor=images.origin)
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    config = read_state(path).get("config")
-    if not isinstance(config, dict):
-        raise ConversionError(f"checkpoint {path} does not say of which model it is")
-    return config
 
 
 def choose(weights: str | None, saved: Metadata) -> str:

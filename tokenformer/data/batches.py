@@ -4,7 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenformer.data.order import Starts, segment_starts, validation_starts
+from tokenformer.data.corpus import Split
+from tokenformer.data.order import Starts, check_length, segment_starts, validation_starts
 from tokenformer.data.token_ids import TokenSequence
 
 
@@ -21,6 +22,7 @@ def sample_batch(
 
     A rank that takes a slice of the global batch asks for that range of samples alone.
     """
+    check_length(len(tokens), length, called(tokens))
     starts = segment_starts(
         len(tokens), length, seed=seed, first_sample=first_sample, count=count, mode=mode
     )
@@ -31,11 +33,17 @@ def fixed_batches(
     tokens: TokenSequence, *, batch_size: int, length: int, count: int
 ) -> list[Tensor]:
     """At most `count` batches spread evenly over `tokens`, always the same: for validation."""
+    check_length(len(tokens), length, called(tokens))
     starts = validation_starts(len(tokens), length, count=batch_size * count)
     return [
         segments(tokens, starts[i : i + batch_size], length)
         for i in range(0, len(starts), batch_size)
     ]
+
+
+def called(tokens: TokenSequence) -> str:
+    """What errors call a row of tokens."""
+    return str(tokens) if isinstance(tokens, Split) else "the text"
 
 
 def segments(tokens: TokenSequence, starts: Starts, length: int) -> Tensor:

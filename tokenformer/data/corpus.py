@@ -8,17 +8,19 @@
 there is no corpus. Sizes of shards are checked when a split is opened, their contents by `verify`.
 """
 
-import hashlib
 import json
+import re
 from bisect import bisect_right
 from itertools import accumulate
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import numpy as np
 
 from tokenformer.data.errors import DataError
 from tokenformer.data.token_ids import TokenIds
+from tokenformer.files import sha256
 
 INDEX = "index.json"
 UNFINISHED = "unfinished.json"
@@ -26,13 +28,14 @@ TOKENIZER = "tokenizer"
 FORMAT = "tokenformer-tokens-1"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 BLOCK = 1 << 22
+SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class Split:
     """One split of a corpus: `len`, slices and its sizes."""
 
     def __init__(self, folder: Path, name: str, dtype: str, entry: dict[str, Any]) -> None:
-        self.name = name
+        self.folder, self.name = folder, name
         self.bytes: int = entry["bytes"]
         """Bytes of the text, by which bits per byte are counted."""
         self.documents: int = entry["documents"]
@@ -40,6 +43,9 @@ class Split:
         shards = [(folder / shard["file"], shard["tokens"]) for shard in entry["shards"]]
         self.shards: list[TokenIds] = [mapped(path, tokens, self.dtype) for path, tokens in shards]
         self.ends = list(accumulate(len(shard) for shard in self.shards))
+
+    def __str__(self) -> str:
+        return f"split {self.name} of {self.folder}"
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
@@ -85,7 +91,7 @@ class Corpus:
             for shard in entry["shards"]:
                 path = self.folder / shard["file"]
                 mapped(path, shard["tokens"], DTYPES[self.index["dtype"]])
-                if sha256_of(path) != shard["sha256"]:
+                if sha256(path) != shard["sha256"]:
                     raise DataError(f"{path} has been altered: its sha256 is not the index's")
 
 
@@ -103,46 +109,76 @@ def read_index(folder: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise DataError(f"{path} is not JSON; it has been altered") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON ({error}); prepare the corpus again") from None
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise DataError(f"{path} is not of the format {FORMAT}")
     try:
         check_index(index)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise DataError(f"{path} is not whole; it has been altered") from None
+    except ValueError as error:
+        raise DataError(f"{path} is not valid: {error}; prepare the corpus again") from None
     return index
 
 
 def check_index(index: dict[str, Any]) -> None:
-    """Raise unless every field that readers rely on is there and of its type."""
-    if index["dtype"] not in DTYPES or int(index["vocab_size"]) < 1:
-        raise ValueError
-    for entry in index["splits"].values():
-        if int(entry["bytes"]) < 0 or int(entry["documents"]) < 0:
-            raise ValueError
-        for shard in entry["shards"]:
-            # A shard lies in the folder itself, whatever an index from elsewhere may say.
-            if Path(shard["file"]).name != shard["file"] or int(shard["tokens"]) < 1:
-                raise ValueError
-            bytes.fromhex(shard["sha256"])
+    """Raise ValueError unless every field that readers rely on is there and of its type."""
+    if index.get("dtype") not in list(DTYPES):
+        raise ValueError(f"dtype is {shown(index.get('dtype'))}, expected {' or '.join(DTYPES)}")
+    whole_number(index.get("vocab_size"), 1, "vocab_size")
+    if not isinstance(index.get("settings", {}), dict):
+        raise ValueError(f"settings are {shown(index['settings'])}")
+    splits = index.get("splits")
+    if not isinstance(splits, dict) or not splits:
+        raise ValueError(f"splits are {shown(splits)}, expected at least one")
+    for split, entry in splits.items():
+        name = f"splits.{split}"
+        if not isinstance(entry, dict):
+            raise ValueError(f"{name} is {shown(entry)}")
+        for field in ("bytes", "documents"):
+            whole_number(entry.get(field), 0, f"{name}.{field}")
+        check_shards(entry.get("shards"), name)
+        tokens = sum(shard["tokens"] for shard in entry["shards"])
+        if entry.get("tokens", tokens) != tokens:
+            raise ValueError(f"{name}.tokens is {shown(entry['tokens'])}, its shards have {tokens}")
+
+
+def check_shards(shards: Any, name: str) -> None:
+    """Shards are files of the folder itself, whatever an index from elsewhere may say."""
+    if not isinstance(shards, list):
+        raise ValueError(f"{name}.shards is {shown(shards)}, expected a list")
+    for number, shard in enumerate(shards):
+        place = f"{name}.shards[{number}]"
+        if not isinstance(shard, dict):
+            raise ValueError(f"{place} is {shown(shard)}")
+        file = shard.get("file")
+        if not isinstance(file, str) or Path(file).name != file or file == ".." or "\0" in file:
+            raise ValueError(f"{place}.file is {shown(file)}, expected a file name in this folder")
+        whole_number(shard.get("tokens"), 1, f"{place}.tokens")
+        if not isinstance(shard.get("sha256"), str) or not SHA256.fullmatch(shard["sha256"]):
+            raise ValueError(f"{place}.sha256 is {shown(shard.get('sha256'))}")
+
+
+def whole_number(value: Any, least: int, name: str) -> None:
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name} is {shown(value)}, expected a whole number from {least} on")
+
+
+def shown(value: Any) -> str:
+    """A value for a message: on one line and not long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def mapped(path: Path, tokens: int, dtype: np.dtype[Any]) -> TokenIds:
     try:
-        size = path.stat().st_size
+        found = path.stat()
+        if not S_ISREG(found.st_mode):
+            raise DataError(f"{path} is not a file")
+        if found.st_size != tokens * dtype.itemsize:
+            raise DataError(
+                f"{path} is torn: it has {found.st_size} bytes, the index says "
+                f"{tokens * dtype.itemsize}"
+            )
+        return np.memmap(path, dtype=dtype, mode="r")
     except OSError as error:
         raise DataError(f"{path} is missing or cannot be read: {error.strerror}") from None
-    if size != tokens * dtype.itemsize:
-        raise DataError(
-            f"{path} is torn: it has {size} bytes, the index says {tokens * dtype.itemsize}"
-        )
-    return np.memmap(path, dtype=dtype, mode="r")
-
-
-def sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()

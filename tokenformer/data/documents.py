@@ -9,15 +9,18 @@ spaces. The pieces of a document give the ids of the whole.
 import hashlib
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import IO, Any, NamedTuple
 
 from tokenformer.data.errors import DataError
-from tokenformer.data.packaging import readable, unpacked
+from tokenformer.data.packaging import ALWAYS_ALLOWED, readable, too_much
 from tokenformer.data.sources import Source, one_line
 
 PIECE = 1 << 18
+ROWS_AT_ONCE = 4
+"""Of parquet, in memory: a dictionary lets a few bytes stand for many rows of any length."""
 DEFAULT_FRACTION = 0.05  # of documents held out; the paper's, on OpenWebText
 STANDARD_SIZE = 100_000_000  # of enwik8 and text8, whatever they are called and packed in
 STANDARD_PARTS = (("train", 90_000_000), ("validation", 95_000_000), ("test", None))
@@ -71,18 +74,20 @@ class Division:
 
 
 def read_pieces(
-    sources: list[Source], field: str, parts: Parts, after: Position | None
+    sources: list[Source], field: str, parts: Mapping[int, Parts], after: Position | None
 ) -> Iterator[Piece]:
     """The pieces of all sources in order, from the one after `after` on.
 
-    `parts` divide every document of text; rows are divided only if they are a standard corpus.
+    `parts` divide texts, by the number of the source; a row is divided only if it is a standard
+    corpus.
     """
     first = after or BEFORE_ALL
     for number in range(first.source, len(sources)):
         source = sources[number]
         start = first.document if number == first.source else 0
         with readable(source.name):
-            for piece in source_pieces(number, source, field, parts, start):
+            divided = parts.get(number, WHOLE)
+            for piece in source_pieces(number, source, field, divided, start):
                 if after is None or piece.position > after:
                     yield piece
 
@@ -91,7 +96,7 @@ def source_pieces(
     number: int, source: Source, field: str, parts: Parts, first: int
 ) -> Iterator[Piece]:
     if source.kind == "text":
-        with unpacked(source.path, source.member) as (stream, file):
+        with source.opened() as (stream, file):
             yield from document_pieces(number, 0, stream, parts, file)
         return
     for document, text, read in rows(source, field, first):
@@ -156,18 +161,29 @@ def rows(source: Source, field: str, first: int) -> Iterator[tuple[int, bytes, i
 
 
 def jsonl_rows(source: Source, field: str, first: int) -> Iterator[tuple[int, bytes, int]]:
-    with unpacked(source.path, source.member) as (stream, file):
-        for number, line in enumerate(stream):
+    most = source.reading.max_row_bytes
+    with source.opened() as (stream, file):
+        for number in count():
+            line = stream.readline(most + 1)
+            if not line:
+                return
+            place = f"{source.name}, line {number + 1}"
+            check_row(len(line), most, place)
             if number < first or not line.strip():
                 continue
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise DataError(
-                    f"{source.name}, line {number + 1} is not JSON: {one_line(error)}"
-                ) from None
-            place = f"{source.name}, line {number + 1}"
+                raise DataError(f"{place} is not JSON: {one_line(error)}") from None
             yield number, text_of(row, field, place), file.tell()
+
+
+def check_row(size: int, most: int, place: str) -> None:
+    if size > most:
+        raise DataError(
+            f"{place} is longer than {most:,} bytes and would have to be held in memory; allow "
+            "longer rows by --max_row_bytes"
+        )
 
 
 def parquet_rows(source: Source, field: str, first: int) -> Iterator[tuple[int, bytes, int]]:
@@ -184,26 +200,50 @@ def parquet_rows(source: Source, field: str, first: int) -> Iterator[tuple[int, 
     with table:
         if field not in table.schema_arrow.names:
             raise DataError(no_field(source.name, field, table.schema_arrow.names))
-        total, number = max(1, table.metadata.num_rows), 0
-        for group in range(table.num_row_groups):
-            rows_here = table.metadata.row_group(group).num_rows
-            if number + rows_here <= first:
-                number += rows_here
-                continue
-            for batch in table.iter_batches(256, row_groups=[group], columns=[field]):
-                for value in batch.column(0):
-                    if number >= first:
-                        text = text_of(
-                            {field: value.as_py()}, field, f"{source.name}, row {number}"
-                        )
-                        yield number, text, source.size * (number + 1) // total
-                    number += 1
+        try:
+            yield from table_rows(source, table, field, first)
+        except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+            raise DataError(f"{source.name} cannot be read: {one_line(error)}") from None
+
+
+def table_rows(
+    source: Source, table: Any, field: str, first: int
+) -> Iterator[tuple[int, bytes, int]]:
+    """Rows of an open parquet file. Its compression is inside, so the ratio is counted by text."""
+    reading = source.reading
+    allowed = max(ALWAYS_ALLOWED, reading.max_ratio * source.size)
+    total, number = max(1, table.metadata.num_rows), 0
+    for group in range(table.num_row_groups):
+        rows_here = table.metadata.row_group(group).num_rows
+        if number + rows_here <= first:
+            number += rows_here
+            continue
+        for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[field]):
+            for value in batch.column(0):
+                if number >= first:
+                    place = f"{source.name}, row {number}"
+                    text = text_of({field: value.as_py()}, field, place)
+                    check_row(len(text), reading.max_row_bytes, place)
+                    allowed -= len(text)
+                    if allowed < 0 and reading.max_ratio:
+                        raise DataError(too_much(source.name, source.size, reading.max_ratio))
+                    yield number, text, source.size * (number + 1) // total
+                number += 1
 
 
 def dataset_rows(source: Source, field: str, first: int) -> Iterator[tuple[int, bytes, int]]:
-    remaining = source.rows.skip(first) if first else source.rows
-    for number, row in enumerate(remaining, first):
-        yield number, text_of(row, field, f"{source.name}, row {number}"), 0
+    remaining = iter(source.rows.skip(first) if first else source.rows)
+    for number in count(first):
+        place = f"{source.name}, row {number}"
+        try:
+            row = next(remaining)
+        except StopIteration:
+            return
+        except Exception as error:  # whatever a hub, a network or a loader may raise
+            raise DataError(f"{place} cannot be read: {one_line(error)}") from None
+        text = text_of(row, field, place)
+        check_row(len(text), source.reading.max_row_bytes, place)
+        yield number, text, 0
 
 
 def text_of(row: Any, field: str, place: str) -> bytes:
@@ -224,11 +264,11 @@ def no_field(place: str, field: str, names: list[str]) -> str:
     )
 
 
-def parts_of(source: Source, fraction: float | None) -> Parts:
-    """How the only document of a corpus is divided: as is standard if it has the standard size and
-    no fraction is asked for, else its end is held out, from the start of a line on."""
+def parts_of(source: Source, fraction: float | None, *, standard: bool = True) -> Parts:
+    """How a text that is all there is to train on is divided: as is standard if it has the standard
+    size and no fraction is asked for, else its end is held out, from the start of a line on."""
     size = content_size(source)
-    if size == STANDARD_SIZE and fraction is None:
+    if standard and size == STANDARD_SIZE and fraction is None:
         return STANDARD_PARTS
     held_out = DEFAULT_FRACTION if fraction is None else fraction
     if not held_out:
@@ -237,9 +277,9 @@ def parts_of(source: Source, fraction: float | None) -> Parts:
 
 
 def content_size(source: Source) -> int:
-    with readable(source.name), unpacked(source.path, source.member) as (stream, file):
-        if stream is file:
-            return source.size
+    if source.is_plain():
+        return source.size
+    with readable(source.name), source.opened() as (stream, _):
         size = 0
         while block := stream.read(1 << 20):
             size += len(block)
@@ -249,9 +289,10 @@ def content_size(source: Source) -> int:
 def line_start(source: Source, offset: int) -> int:
     """The first start of a line at or after `offset`; `offset` itself if there is none near."""
     before = max(0, offset - 1)  # a line break there makes `offset` itself a start
-    with readable(source.name), unpacked(source.path, source.member) as (stream, file):
-        if stream is file:
-            stream.seek(before)
+    with readable(source.name), source.opened() as (stream, file):
+        if source.is_plain():
+            file.seek(before)
+            stream = file
         else:
             skip(stream, before)
         text = b""

@@ -18,6 +18,7 @@ import numpy as np
 
 from tokenformer.data.byte_tokenizer import END_OF_TEXT
 from tokenformer.data.documents import BEFORE_ALL, Position
+from tokenformer.data.errors import DataError
 from tokenformer.data.token_ids import TokenIds
 
 
@@ -108,7 +109,7 @@ def encoded(
         for chunk in chunks:
             yield chunk, encode(encoder, chunk)
         return
-    from concurrent.futures import Future, ProcessPoolExecutor
+    from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
     from multiprocessing import get_context
 
     # To fork a process that has threads is not safe, so workers are spawned.
@@ -123,6 +124,11 @@ def encoded(
         while under_way:
             done, future = under_way.popleft()
             yield done, future.result()
+    except BrokenExecutor:
+        raise DataError(
+            f"one of {workers} encoding processes was killed, perhaps since memory ran out; run "
+            "the same command again to continue, with fewer --workers"
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 

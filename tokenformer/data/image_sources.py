@@ -27,6 +27,7 @@ from tokenformer.data.images import (
     check_policy,
 )
 from tokenformer.data.order import shuffled
+from tokenformer.files import NameNotFoundError, check_hub, exists, expanded, is_local, missing
 
 DIGITS = "digits"
 HELD_OUT = ("val", "validation", "valid", "test")
@@ -80,12 +81,31 @@ def images_to_measure(source: str, on_corrupt: str = "refuse") -> tuple[ImageSet
     raise DataError(f"{source} has no images")
 
 
+def check_images(source: str) -> None:
+    """Refuse at once what is neither a folder here nor a dataset on the hub, asked once."""
+    reason = ""
+    if source == DIGITS:
+        return
+    if not is_local(source):
+        try:
+            check_hub(source, "dataset")
+        except NameNotFoundError as error:
+            reason = str(error)
+    elif not exists(expanded(source)):
+        reason = missing(source)
+    elif not expanded(source).is_dir():
+        reason = "it is a file; give the folder that it is in"
+    if reason:
+        raise DataError(f"images {source} are neither a folder nor a dataset: {reason}")
+
+
 def all_splits(source: str, on_corrupt: str) -> dict[str, ImageSet]:
     check_policy(on_corrupt)
-    folder = Path(source)
+    check_images(source)
+    folder = expanded(source)
     if source == DIGITS:
         return {"train": digits()}
-    if not folder.is_dir():
+    if not is_local(source):
         return dataset_splits(source, on_corrupt)
     for found in (idx_splits, cifar_splits, saved_splits, folder_splits):
         if splits := found(folder, on_corrupt):

@@ -4,12 +4,18 @@
     pictures = FileImages(paths, labels, classes)       # decoded when asked for
 
 A picture that cannot be decoded is refused by name, or with `on_corrupt="skip"` replaced by the
-next one that can be, the same on every run; who was skipped is logged, and noted in `skipped`.
+next one that can be, the same on every run; who was skipped is logged, and noted in `skipped`. One
+of more pixels than Pillow's MAX_IMAGE_PIXELS counts as such: it is refused before it is decoded.
 """
 
 import logging
+import math
 import threading
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +29,10 @@ logger = logging.getLogger(__name__)
 Pixels = npt.NDArray[np.uint8]
 """[H, W, C] of one picture, [N, H, W, C] of many; C is 1 or 3."""
 
+LARGE = 1 << 24
+"""Pixels; an image with more is reduced while it is decoded. Models take far fewer."""
+STRIP = 64
+"""Rows that are reduced at a time, so that a large image is not held twice."""
 DEEP = ("I", "I;16", "I;16L", "I;16B", "I;16N")
 """Pillow's modes of grey images with 16 bits a pixel."""
 POLICIES = ("refuse", "skip")
@@ -141,13 +151,32 @@ class DatasetImages(DecodedImages):
                 "expected; `class_encode_column` of a dataset makes them"
             )
         super().__init__(labels, names or [str(n) for n in range(max(labels) + 1)], on_corrupt)
-        self.rows, self.image = rows, image
+        self.feature = replace(rows.features[image], decode=True)
+        self.rows, self.image = rows.cast_column(image, replace(self.feature, decode=False)), image
 
     def name(self, place: int) -> str:
         return f"row {place}"
 
     def decode(self, place: int) -> Pixels:
-        return pixels_of(self.name(place), lambda: self.rows[place][self.image])
+        return pixels_of(self.name(place), lambda: self.opened(place))
+
+    def opened(self, place: int) -> Any:
+        """The image, not yet decoded as `datasets` would: its size is checked first."""
+        from PIL import Image
+
+        stored = self.rows[place][self.image]
+        if stored is None:
+            return None
+        if stored["bytes"] is not None:
+            image: Any = Image.open(BytesIO(stored["bytes"]))
+        elif Path(stored["path"]).is_file():
+            image = Image.open(stored["path"])
+        else:
+            return self.feature.decode_example(stored)  # inside an archive, or on the hub
+        if self.feature.mode and self.feature.mode != image.mode:
+            check_size(image)
+            image = image.convert(self.feature.mode)
+        return image
 
 
 class SubsetImages:
@@ -173,11 +202,13 @@ def decoded(path: Path) -> Pixels:
 def pixels_of(name: Any, read: Callable[[], Any]) -> Pixels:
     from PIL import Image
 
+    silence_warning()
     try:
         image = read()
         if image is None:
             raise ValueError("it is missing")
         with image:
+            check_size(image)
             return in_channels(image)
     except FileNotFoundError:
         raise CorruptImageError(f"{name} does not exist") from None
@@ -186,16 +217,59 @@ def pixels_of(name: Any, read: Callable[[], Any]) -> Pixels:
         raise CorruptImageError(f"{name} cannot be read as an image: {reason}") from None
 
 
-def in_channels(image: Any) -> Pixels:
-    """[H, W, 1] of a grey Pillow image, [H, W, 3] of any other, upright as its camera noted."""
-    from PIL import ImageOps
+@cache
+def silence_warning() -> None:
+    """Pillow only warns of images up to twice its limit; `check_size` refuses them."""
+    from PIL import Image
 
-    image = ImageOps.exif_transpose(image)
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+
+def check_size(image: Any) -> None:
+    """Of an image that is open but not yet decoded: decoding takes up to 4 bytes a pixel."""
+    from PIL import Image
+
+    most, pixels = Image.MAX_IMAGE_PIXELS, image.width * image.height
+    if most is not None and pixels > most:
+        raise ValueError(
+            f"it has {image.width} x {image.height} pixels, more than the limit of {most:,}; "
+            "make it smaller, or raise PIL.Image.MAX_IMAGE_PIXELS"
+        )
+
+
+def in_channels(image: Any) -> Pixels:
+    """[H, W, 1] of a grey Pillow image, [H, W, 3] of any other, upright as its camera noted. One of
+    more than LARGE pixels is reduced by a whole number."""
+    from PIL import Image, ImageOps
+
+    if (factor := reduction(image)) > 1:
+        # A JPEG is decoded at the next size that is not smaller; other formats ignore this.
+        image.draft(None, (image.width // factor, image.height // factor))
+    ImageOps.exif_transpose(image, in_place=True)
+    if (factor := reduction(image)) == 1:
+        return channels_of(image)
+    strips = []
+    for top in range(0, image.height, STRIP * factor):
+        bottom = min(top + STRIP * factor, image.height)
+        pixels = channels_of(image.crop((0, top, image.width, bottom)))
+        grey = pixels.shape[2] == 1
+        strip = Image.fromarray(pixels[:, :, 0] if grey else pixels).reduce(factor)
+        strips.append(np.asarray(strip).reshape(strip.height, strip.width, -1))
+    return np.concatenate(strips)
+
+
+def reduction(image: Any) -> int:
+    """The least whole number by which the sides are divided so that LARGE pixels are enough."""
+    return max(1, math.ceil(math.sqrt(image.width * image.height / LARGE)))
+
+
+def channels_of(image: Any) -> Pixels:
     if image.mode in DEEP:
         # Pillow would cut off what is above 255, and leave nearly all white.
         return (np.clip(np.asarray(image), 0, 65535) // 256).astype(np.uint8)[:, :, None]
     grey = image.mode in ("L", "1")
-    pixels = np.asarray(image.convert("L" if grey else "RGB"))
+    mode = "L" if grey else "RGB"
+    pixels = np.asarray(image if image.mode == mode else image.convert(mode))
     return pixels[:, :, None] if grey else pixels
 
 

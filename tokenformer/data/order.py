@@ -15,6 +15,8 @@ place by place, a Feistel network (Luby and Rackoff, 1988) with cycle walking (B
 import numpy as np
 import numpy.typing as npt
 
+from tokenformer.data.errors import DataError
+
 Starts = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
@@ -110,10 +112,12 @@ def mixed(words: Words) -> Words:
     return words ^ (words >> np.uint64(31))
 
 
-def check_length(total_tokens: int, length: int) -> None:
+def check_length(total_tokens: int, length: int, name: str = "the text") -> None:
+    """Raise unless there is at least one sequence of `length` inputs and their targets."""
     if length < 1:
         raise ValueError(f"{length=} must be at least 1")
     if total_tokens <= length:
-        raise ValueError(
-            f"the corpus has {total_tokens} tokens, too few for segments of length={length} + 1"
+        raise DataError(
+            f"{name} has {total_tokens} tokens; one sequence of length {length} needs "
+            f"{length + 1}: use a shorter length or more text"
         )

@@ -7,19 +7,15 @@ disk reach. `index.json` comes last, and only then is there a corpus (`corpus.Co
 depends on the corpus and the settings alone, not on the number of processes or on interruptions.
 """
 
-import json
-import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenformer.data.corpus import FORMAT, INDEX, TOKENIZER, UNFINISHED, read_index, sha256_of
+from tokenformer.data.corpus import FORMAT, INDEX, TOKENIZER, UNFINISHED, read_index
 from tokenformer.data.documents import (
     DEFAULT_FRACTION,
-    WHOLE,
     Division,
     Parts,
     Piece,
@@ -29,9 +25,19 @@ from tokenformer.data.documents import (
 )
 from tokenformer.data.encoding import ByteEncoder, Chunk, Encoder, TokenizerEncoder, encoded
 from tokenformer.data.errors import DataError
-from tokenformer.data.lock import locked
+from tokenformer.data.interrupts import kept_interrupts
+from tokenformer.data.journal import (
+    Journal,
+    abandon,
+    check_unmodified,
+    modified_since,
+    open_journal,
+)
+from tokenformer.data.out_folder import check_apart, claimed, writable
+from tokenformer.data.packaging import readable
+from tokenformer.data.reading import RAW, USUAL, NotTextError, Reading
 from tokenformer.data.shards import SplitWriter, sync_path, write_json
-from tokenformer.data.sources import SPLITS, Source, exists, find_sources, is_binary
+from tokenformer.data.sources import SPLITS, Source, find_sources, is_binary
 from tokenformer.data.token_ids import dtype_for
 from tokenformer.data.tokenizer import (
     BPE,
@@ -40,6 +46,7 @@ from tokenformer.data.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
+from tokenformer.files import exists, expanded, sha256
 
 CHUNK = 1 << 20  # bytes of text handed to a process at once
 SYNC_SECONDS = 1.0  # of work that a kill may cost
@@ -67,6 +74,8 @@ class Request:
     documents: int | None = None
     """Read no more than so many."""
     shard_tokens: int = 1 << 28
+    reading: Reading = USUAL
+    """The encoding of text files, and limits on what files may hold."""
 
     def check(self) -> None:
         if self.validation is not None and not 0 <= self.validation < 1:
@@ -77,6 +86,9 @@ class Request:
             raise DataError(f"--documents {self.documents} must be at least 1")
         if self.shard_tokens < 1:
             raise DataError(f"--shard_tokens {self.shard_tokens} must be at least 1")
+        self.reading.check()
+        if self.reading.encoding == RAW and self.tokenizer != BYTES:
+            raise DataError(f"--encoding {RAW} needs --tokenizer {BYTES}, not {self.tokenizer}")
         check_tokenizer(self.tokenizer, self.vocab_size)
 
 
@@ -101,12 +113,12 @@ def prepare(
     on_standing: Callable[[Standing], None] = lambda standing: None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> dict[str, Any]:
-    """Fill `out`, go on filling it, or find it full already. What its index says."""
+    """Fill `out`, continue filling it, or find it finished. Returns its index."""
     request.check()
     if workers < 1:
         raise DataError(f"--workers {workers} must be at least 1")
     check_apart(request.corpus, out)
-    found = find_sources(request.corpus, request.subset)
+    found = find_sources(request.corpus, request.subset, request.reading)
     sources = [source for source in found if len(found) == 1 or not is_binary(source)]
     if left_out := [source.name for source in found if source not in sources]:
         more = ", ..." if len(left_out) > 5 else ""
@@ -118,17 +130,29 @@ def prepare(
             f"--validation {request.validation} is not needed: {request.corpus} has a validation "
             "split of its own"
         )
-    with claimed(out):
-        settings = settings_of(request, sources)
-        journal = found_journal(out, settings)
+    settings = settings_of(request, sources)
+    stamps = [source.stamp() for source in sources]
+    with claimed(out), writable(out), kept_interrupts() as check_interrupt:
+        journal = open_journal(out, settings, sources, stamps)
         if journal is None:
             on_note(f"{out} is prepared already")
-            return read_index(out)
+            index = read_index(out)
+            for source in modified_since(index.get("stamps"), sources):
+                on_note(
+                    f"{source.name} was modified after {out} was prepared; remove {out} to "
+                    "prepare it again"
+                )
+            return index
         if journal["position"]:
             on_note(f"going on with {out}")
         try:
-            preparation = Preparation(request, out, sources, settings, journal, on_note)
+            preparation = Preparation(request, out, sources, journal, on_note, check_interrupt)
             return preparation.run(workers, on_standing)
+        except NotTextError as error:
+            if abandon(out):
+                raise
+            kept = f"{out} holds what was read until there; remove it first if you change"
+            raise NotTextError(f"{error} ({kept} --encoding)") from None
         except DataError:
             abandon(out)
             raise
@@ -142,43 +166,57 @@ class Preparation:
         request: Request,
         out: Path,
         sources: list[Source],
-        settings: dict[str, Any],
-        journal: dict[str, Any],
+        journal: Journal,
         on_note: Callable[[str], None],
+        check_interrupt: Callable[[], None] = lambda: None,
     ) -> None:
         self.request = request
         self.out = out
         self.sources = sources
-        self.settings = settings
         self.journal = journal
         self.on_note = on_note
+        self.check_interrupt = check_interrupt
         fraction = DEFAULT_FRACTION if request.validation is None else request.validation
         self.division = Division.of_fraction(fraction, request.seed)
         self.divided = not any(source.split == "validation" for source in sources)
         self.parts = self.find_parts()
         self.writers: dict[str, SplitWriter] = {}
 
-    def find_parts(self) -> Parts:
-        """A corpus that is one text is divided by place, not by document."""
-        if len(self.sources) > 1 or self.sources[0].kind != "text":
-            return WHOLE
+    def find_parts(self) -> dict[int, Parts]:
+        """If all there is to train on is one text, it is divided by place, not by document."""
+        training = [n for n, s in enumerate(self.sources) if s.split in (None, "train")]
+        if len(training) != 1 or self.sources[training[0]].kind != "text" or not self.divided:
+            return {}
         if "parts" not in self.journal:
-            self.journal["parts"] = parts_of(self.sources[0], self.request.validation)
-        return tuple((split, end) for split, end in self.journal["parts"])
+            if self.journal["position"] is not None:  # an older version divided by document
+                return {}
+            self.journal["parts"] = parts_of(
+                self.sources[training[0]],
+                self.request.validation,
+                standard=len(self.sources) == 1,
+            )
+        return {training[0]: tuple((split, end) for split, end in self.journal["parts"])}
 
     def run(self, workers: int, on_standing: Callable[[Standing], None]) -> dict[str, Any]:
-        while True:
-            if self.journal["threshold"] is not None:
-                self.division.threshold = self.journal["threshold"]
-            encoder = self.make_encoder()
-            self.writers = {
-                split: self.writer(split, encoder, state)
-                for split, state in self.journal["splits"].items()
-            }
-            self.write_all(encoder, workers, on_standing)
-            if not self.one_side_is_empty():
-                return self.finish()
-            self.start_anew()
+        try:
+            while True:
+                if self.journal["threshold"] is not None:
+                    self.division.threshold = self.journal["threshold"]
+                encoder = self.make_encoder()
+                for split, state in self.journal["splits"].items():
+                    self.writers[split] = self.writer(split, encoder, state)
+                self.write_all(encoder, workers, on_standing)
+                check_unmodified(self.out, self.journal, self.sources)
+                if not self.one_side_is_empty():
+                    return self.finish()
+                self.start_anew()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        for writer in self.writers.values():
+            writer.close()
+        self.writers = {}
 
     def make_encoder(self) -> Encoder:
         if "tokenizer" not in self.journal:
@@ -202,8 +240,8 @@ class Preparation:
             tokenizer = load_tokenizer(request.tokenizer, request.end_of_text)
         tokenizer.save(folder)
         return {
-            "name": self.settings["tokenizer"],
-            "sha256": sha256_of(folder / "tokenizer.json"),
+            "name": self.journal["settings"]["tokenizer"],
+            "sha256": sha256(folder / "tokenizer.json"),
             "vocab_size": tokenizer.vocab_size,
             "end_of_text": tokenizer.end_of_text_id,
         }
@@ -235,6 +273,7 @@ class Preparation:
             chunk.position = piece.position
             chunk.read = before[piece.position.source] + piece.read
             if chunk.size >= CHUNK:
+                self.check_interrupt()
                 yield chunk
                 chunk = Chunk()
         if chunk.texts:
@@ -294,7 +333,7 @@ class Preparation:
         """Whether chance left nothing to train on, or nothing to hold out of a few documents."""
         if self.journal["threshold"] is not None or self.division.threshold == 0:
             return False
-        if not self.divided or self.parts is not WHOLE:
+        if not self.divided or self.parts:
             return False
         return not {"train", "validation"} <= self.writers.keys()
 
@@ -305,8 +344,7 @@ class Preparation:
             for piece in self.pieces(None)
             if piece.starts and self.sources[piece.position.source].split in (None, "train")
         }
-        for writer in self.writers.values():
-            writer.file.close()
+        self.close()
         self.journal |= {
             "position": None,
             "split": "train",
@@ -328,109 +366,40 @@ class Preparation:
             "vocab_size": self.journal["tokenizer"]["vocab_size"],
             "dtype": dtype.name,
             "splits": splits,
-            "settings": self.settings,
+            "settings": self.journal["settings"],
         }
+        if "stamps" in self.journal:
+            index["stamps"] = self.journal["stamps"]
         listed = {shard["file"] for entry in splits.values() for shard in entry["shards"]}
         for path in self.out.glob("*.bin"):
             if path.name not in listed:  # of a first division that held out nothing
                 path.unlink()
         sync_path(self.out)
+        self.check_interrupt()
         write_json(self.out / INDEX, index)
         (self.out / UNFINISHED).unlink(missing_ok=True)
         return index
 
 
 def settings_of(request: Request, sources: list[Source]) -> dict[str, Any]:
-    """All that the result depends on. A later run goes on only if it has the same."""
+    """All that the result depends on. A later run continues only if it has the same."""
     settings: dict[str, Any] = {"tokenizer": request.tokenizer}
-    path = Path(request.tokenizer)
+    path = expanded(request.tokenizer)
     if request.tokenizer == BPE:
         settings["vocab_size"] = request.vocab_size
     elif request.tokenizer != BYTES and exists(path):
         file = path / "tokenizer.json" if path.is_dir() else path
         settings["tokenizer"] = path.resolve().name
-        settings["tokenizer_sha256"] = sha256_of(file) if file.exists() else None
+        with readable(str(file)):
+            settings["tokenizer_sha256"] = sha256(file) if file.exists() else None
     return settings | {
         "end_of_text": request.end_of_text,
         "text_field": request.text_field,
         "validation": request.validation,
         "seed": request.seed,
         "documents": request.documents,
+        "encoding": request.reading.encoding,
+        "encoding_errors": None if request.reading.errors == "strict" else request.reading.errors,
         "shard_tokens": request.shard_tokens,
         "sources": [source.identity() for source in sources],
     }
-
-
-def found_journal(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """How far `out` is: a journal to go on with, or None if it is finished."""
-    if (out / INDEX).exists():
-        check_same(out, read_index(out)["settings"], settings)
-        (out / UNFINISHED).unlink(missing_ok=True)
-        return None
-    if (out / UNFINISHED).exists():
-        journal = read_journal(out)
-        check_same(out, journal["settings"], settings)
-        return journal
-    if any(not is_ours(path) for path in out.iterdir()):
-        raise DataError(f"--out {out} is in use; name a new folder")
-    journal = {
-        "settings": settings,
-        "position": None,
-        "split": "train",
-        "splits": {},
-        "threshold": None,
-    }
-    write_json(out / UNFINISHED, journal)
-    return journal
-
-
-def read_journal(out: Path) -> dict[str, Any]:
-    journal: dict[str, Any] = json.loads((out / UNFINISHED).read_text(encoding="utf-8"))
-    return journal
-
-
-def abandon(out: Path) -> None:
-    """After an error before anything was kept: free the name for a better attempt."""
-    if read_journal(out)["splits"]:
-        return
-    shutil.rmtree(out / TOKENIZER, ignore_errors=True)
-    for path in (*out.glob("*.bin"), out / UNFINISHED):
-        path.unlink(missing_ok=True)
-    with suppress(OSError):
-        out.rmdir()
-
-
-def is_ours(path: Path) -> bool:
-    """What a kill may leave behind before there is a journal."""
-    return path.name == f".{UNFINISHED}.tmp"
-
-
-def check_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    for name in sorted(before.keys() | now.keys()):
-        if before.get(name) == now.get(name):
-            continue
-        if name == "sources":
-            raise DataError(f"--out {out} holds another corpus; name a new folder or remove it")
-        raise DataError(
-            f"--out {out} was made with --{name} {before.get(name)}, not {now.get(name)}; "
-            "name a new folder or remove it"
-        )
-
-
-def check_apart(corpus: str, out: Path) -> None:
-    folder = Path(corpus)
-    if exists(folder) and folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
-        raise DataError(f"--out {out} lies in the corpus {corpus}; name a folder outside it")
-
-
-@contextmanager
-def claimed(out: Path) -> Iterator[None]:
-    """The folder, made if need be, and kept from other processes for as long as this one runs."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(locked(out))
-        except BlockingIOError:
-            raise DataError(f"--out {out} is being filled by another process") from None
-        except OSError as error:
-            raise DataError(f"--out {out} cannot be made: {error.strerror}") from None
-        yield

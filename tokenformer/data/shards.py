@@ -9,6 +9,8 @@ import hashlib
 import json
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,13 @@ import numpy as np
 from tokenformer.data.corpus import BLOCK
 from tokenformer.data.errors import DataError
 from tokenformer.data.token_ids import TokenIds
+
+
+@cache
+def hasher() -> ThreadPoolExecutor:
+    """Hashes beside the disk. One for the life of the process: a pool that dies while `prepare`
+    runs can swallow a KeyboardInterrupt."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="sha256")
 
 
 class SplitWriter:
@@ -38,7 +47,6 @@ class SplitWriter:
         self.tokens: int = state.get("open_tokens", 0)
         """In the shard that is open."""
         self.digest = hashlib.sha256()
-        self.hasher = ThreadPoolExecutor(max_workers=1)  # hashing goes on beside the disk
         self.hashing: Future[None] | None = None
         self.file = self.reopened()
 
@@ -75,7 +83,7 @@ class SplitWriter:
             room = self.shard_tokens - self.tokens
             part = np.ascontiguousarray(ids[:room]).view(np.uint8).data
             self.wait_for_hash()  # of the part before: one waits at most
-            self.hashing = self.hasher.submit(self.digest.update, part)
+            self.hashing = hasher().submit(self.digest.update, part)
             written = 0
             while written < len(part):  # an unbuffered write may take less than it is given
                 written += self.file.write(part[written:])
@@ -88,6 +96,11 @@ class SplitWriter:
     def wait_for_hash(self) -> None:
         if self.hashing is not None:
             self.hashing.result()
+
+    def close(self) -> None:
+        """Let go of the open shard, without finishing it."""
+        self.wait_for_hash()
+        self.file.close()
 
     def close_shard(self) -> None:
         self.sync()
@@ -134,11 +147,16 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Whole or not at all, and on the disk when this returns."""
     unfinished = path.with_name(f".{path.name}.tmp")
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
     sync_path(path.parent)
 
 

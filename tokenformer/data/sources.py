@@ -8,12 +8,15 @@ it is; everything else is divided by `documents.Division`.
 import hashlib
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tokenformer.data.errors import DataError
-from tokenformer.data.packaging import archive_members, bare_name, unpacked
+from tokenformer.data.packaging import Unpacked, archive_members, bare_name, readable, unpacked
+from tokenformer.data.reading import RAW, USUAL, Reading, as_utf8, marked_encoding
+from tokenformer.files import check_hub, exists, expanded, is_local, missing
 
 SPLITS = ("train", "validation", "test")
 SPLIT_NAMES = {
@@ -45,25 +48,60 @@ class Source:
     """Bytes on disk, for the progress bar."""
     rows: Any = None
     """Of a dataset: its rows, as an iterable that can `skip`."""
+    reading: Reading = USUAL
+
+    def stamp(self) -> list[int]:
+        """Size and time of the last change of a file; of a dataset's folder, the sums of all."""
+        with readable(self.name):
+            if self.kind == "dataset":
+                found = [path.stat() for path in self.path.rglob("*")] if self.path.name else []
+            else:
+                found = [self.path.stat()]
+        return [sum(f.st_size for f in found), sum(f.st_mtime_ns for f in found)]
+
+    @contextmanager
+    def opened(self) -> Iterator[Unpacked]:
+        """The text or the lines of a file, unpacked, as UTF-8."""
+        with unpacked(self.path, self.member, self.reading.max_ratio) as (stream, file):
+            yield Unpacked(as_utf8(stream, self.name, self.reading), file)
+
+    def start(self) -> bytes:
+        """The first bytes, unpacked but as they are."""
+        with unpacked(self.path, self.member, self.reading.max_ratio) as (stream, _):
+            return stream.read(SAMPLE)
+
+    def is_plain(self) -> bool:
+        """Whether the text is the file's bytes as they are, so that any part can be read alone."""
+        if self.member is not None or bare_name(self.path.name) != self.path.name:
+            return False
+        if self.reading.encoding == RAW:
+            return True
+        as_it_is = self.reading.encoding is None and self.reading.errors == "strict"
+        return as_it_is and marked_encoding(self.start())[0] is None
 
     def identity(self) -> dict[str, Any]:
         """By which a later run tells whether this is still the same source, wherever it lies."""
         found: dict[str, Any] = {"name": self.name, "split": self.split}
         if self.kind != "dataset":
-            found |= {"size": self.size, "sample": sampled_hash(self.path)}
+            with readable(self.name):
+                found |= {"size": self.size, "sample": sampled_hash(self.path)}
         return found
 
 
-def find_sources(corpus: str, subset: str | None = None) -> list[Source]:
-    path = Path(corpus)
+def find_sources(corpus: str, subset: str | None = None, reading: Reading = USUAL) -> list[Source]:
+    return [replace(source, reading=reading) for source in named_sources(corpus, subset)]
+
+
+def named_sources(corpus: str, subset: str | None) -> list[Source]:
+    path = expanded(corpus)
     if corpus.startswith(DATASETS_PREFIX):
         return dataset_sources(corpus.removeprefix(DATASETS_PREFIX), subset)
     if not exists(path):
-        if DATASET_NAME.fullmatch(corpus) and not path.suffix:
-            return dataset_sources(corpus, subset)
-        raise DataError(
-            f"{corpus} does not exist; give a file, a folder or the name of a dataset (owner/name)"
-        )
+        if is_local(corpus) or path.suffix or not DATASET_NAME.fullmatch(corpus):
+            raise DataError(
+                f"{missing(corpus)} (give a file, a folder, or a dataset such as owner/name)"
+            )
+        return dataset_sources(corpus, subset)
     if subset is not None:
         raise DataError(f"--subset {subset} belongs to a dataset, and {corpus} is a file or folder")
     if path.is_dir():
@@ -76,13 +114,6 @@ def find_sources(corpus: str, subset: str | None = None) -> list[Source]:
     if not sources:
         raise DataError(f"{corpus} holds no text, jsonl or parquet file")
     return sources
-
-
-def exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # a name too long, or behind a folder that may not be entered
-        return False
 
 
 def files_under(folder: Path) -> Iterator[Path]:
@@ -137,15 +168,16 @@ def split_in_name(name: str) -> str | None:
 
 
 def is_binary(source: Source) -> bool:
-    """Whether a source of text holds a zero byte near its start, which no text does."""
-    if source.kind != "text":
+    """Whether a source of text has a zero byte near its start, which no text does but UTF-16."""
+    if source.kind != "text" or source.reading.has_zero_bytes:
         return False
-    with unpacked(source.path, source.member) as (stream, _):
-        return b"\0" in stream.read(SAMPLE)
+    start = source.start()
+    return b"\0" in start and marked_encoding(start)[0] is None
 
 
 def sampled_hash(path: Path) -> str:
-    """A hash of a file's start, middle and end: enough to tell files apart, cheap at any size."""
+    """A hash of a file's start, middle and end: enough to tell files apart, cheap at any size. Of
+    a file of at most 3 * SAMPLE bytes it covers all."""
     size = path.stat().st_size
     digest = hashlib.sha256()
     with path.open("rb") as file:
@@ -157,14 +189,19 @@ def sampled_hash(path: Path) -> str:
 
 def dataset_sources(name: str, subset: str | None) -> list[Source]:
     """The splits of a `datasets` dataset, streamed: nothing is downloaded whole."""
-    datasets = load_splits(name, subset)
+    local = expanded(name) if is_local(name) else Path()
+    if not is_local(name):
+        check_hub(name, "dataset")
+    elif not exists(local):
+        raise DataError(f"dataset {name} was not found: {missing(name)}")
+    datasets = load_splits(str(local) if is_local(name) else name, subset)
     sources = []
     for split, rows in datasets.items():
         known = SPLIT_NAMES.get(split.lower())
         if known is None and len(datasets) > 1:
             continue
         label = f"{name}/{subset}/{split}" if subset else f"{name}/{split}"
-        sources.append(Source(label, "dataset", split=known, rows=rows))
+        sources.append(Source(label, "dataset", local, split=known, rows=rows))
     if not sources:
         raise DataError(f"{name} has the splits {', '.join(datasets)}; none is one to train on")
     return sorted(sources, key=lambda source: SPLITS.index(source.split or "train"))

@@ -15,7 +15,8 @@ from typing import Any
 
 
 class TextStream:
-    """For any `PreTrainedTokenizerFast`, the byte tokenizer among them."""
+    """For any tokenizer of transformers. A fast one decodes each id once; one in Python (ByT5's for
+    example) decodes all ids again for each."""
 
     def __init__(
         self, tokenizer: Any, *, stop: Sequence[str] = (), skip_special_tokens: bool = True
@@ -24,9 +25,12 @@ class TextStream:
 
         if "" in stop:
             raise ValueError("stop='' must be a text of at least one character")
-        self.tokenizer = tokenizer.backend_tokenizer
+        fast = getattr(tokenizer, "backend_tokenizer", None)
+        self.tokenizer = tokenizer if fast is None else fast
         self.skip_special_tokens = skip_special_tokens
-        self.stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self.stream = (
+            None if fast is None else DecodeStream(skip_special_tokens=skip_special_tokens)
+        )
         self.ids: list[int] = []
         self.decoded = 0
         self.stop = tuple(stop)
@@ -36,16 +40,22 @@ class TextStream:
     def add(self, token: int) -> str:
         """The text that is certain now; empty while a character is incomplete."""
         self.ids.append(token)
-        text = self.stream.step(self.tokenizer, token) or ""
+        if self.stream is not None:
+            text = self.stream.step(self.tokenizer, token) or ""
+        else:
+            text = self._decode()[self.decoded :]
+            text = "" if text.endswith("\N{REPLACEMENT CHARACTER}") else text
         self.decoded += len(text)
         return self._until_stop(text)
 
     def end(self) -> str:
         """What is left when no more ids come: the replacement character for a broken one."""
-        whole = self.tokenizer.decode(self.ids, skip_special_tokens=self.skip_special_tokens)
-        text = self._until_stop(whole[self.decoded :]) + self.waiting
+        text = self._until_stop(self._decode()[self.decoded :]) + self.waiting
         self.waiting = ""
         return text
+
+    def _decode(self) -> str:
+        return str(self.tokenizer.decode(self.ids, skip_special_tokens=self.skip_special_tokens))
 
     def _until_stop(self, text: str) -> str:
         if self.stopped:
@@ -55,7 +65,12 @@ class TextStream:
         if found:
             self.stopped, self.waiting = True, ""
             return text[: min(found)]
-        begun = (n for stop in self.stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        begun = (
+            n
+            for stop in self.stop
+            for n in range(1, min(len(stop), len(text) + 1))
+            if text.endswith(stop[:n])
+        )
         certain = len(text) - max(begun, default=0)
         self.waiting = text[certain:]
         return text[:certain]

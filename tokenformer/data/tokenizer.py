@@ -4,7 +4,6 @@ Whatever it was, it is saved as a folder that AutoTokenizer loads, and encoding 
 `tokenizer.json`: what a model is trained on is what its users will get.
 """
 
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ from typing import Any
 
 from tokenformer.data.byte_tokenizer import END_OF_TEXT_SYMBOL, byte_level
 from tokenformer.data.errors import DataError
-from tokenformer.data.shards import sync_path
-from tokenformer.data.sources import exists, one_line
+from tokenformer.data.shards import sync_path, write_json, write_whole
+from tokenformer.data.sources import one_line
+from tokenformer.files import NameNotFoundError, check_hub, exists, expanded, is_local, missing
 
 BYTES = "bytes"
 BPE = "bpe"
@@ -43,10 +43,13 @@ class CorpusTokenizer:
         """For AutoTokenizer, in the place of what an interrupted run may have left."""
         shutil.rmtree(folder, ignore_errors=True)
         if self.hub is not None:
-            self.hub.save_pretrained(folder)
+            try:
+                self.hub.save_pretrained(folder)
+            except Exception as error:  # the library raises bare Exception where a disk is full
+                raise OSError(f"{folder}: {one_line(error)}") from None
         else:
             folder.mkdir()
-            self.backend.save(str(folder / "tokenizer.json"))
+            write_whole(folder / "tokenizer.json", self.backend.to_str(pretty=True))
             # Written here, since importing transformers takes longer than a small corpus.
             config = {
                 "tokenizer_class": "PreTrainedTokenizerFast",
@@ -56,8 +59,7 @@ class CorpusTokenizer:
                 "padding_side": "left",
                 "clean_up_tokenization_spaces": False,
             }
-            text = json.dumps(config, indent=2) + "\n"
-            (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+            write_json(folder / "tokenizer_config.json", config)
         for path in folder.iterdir():
             sync_path(path)
 
@@ -68,6 +70,8 @@ def check_tokenizer(name: str, vocab_size: int | None) -> None:
             raise DataError(
                 f"--vocab_size {vocab_size} is the size of a BPE; add --tokenizer {BPE}"
             )
+        if name != BYTES:
+            check_tokenizer_name(name)
         return
     if vocab_size is None:
         raise DataError(f"--tokenizer {BPE} needs a size, for example --vocab_size 4096")
@@ -75,10 +79,23 @@ def check_tokenizer(name: str, vocab_size: int | None) -> None:
         raise DataError(f"--vocab_size {vocab_size} must be at least {SMALLEST_BPE}")
 
 
+def check_tokenizer_name(name: str) -> None:
+    """Refuse at once what is neither here nor on the hub, which is asked once."""
+    choices = f"give {BYTES}, {BPE}, a tokenizer.json, a tokenizer folder or a hub name"
+    if is_local(name) or name.endswith(".json"):
+        if not exists(expanded(name)):
+            raise DataError(f"--tokenizer: {missing(name)} ({choices})")
+        return
+    try:
+        check_hub(name)
+    except NameNotFoundError as error:
+        raise DataError(f"--tokenizer: {error} ({choices})") from None
+
+
 def load_tokenizer(name: str, end_of_text: str | None) -> CorpusTokenizer:
     if name == BYTES:
         return CorpusTokenizer(byte_level(), END_OF_TEXT_SYMBOL)
-    path, hub = Path(name), None
+    path, hub = expanded(name), None
     if exists(path) and path.is_file():
         backend = tokenizer_of_file(path)
     else:
@@ -109,12 +126,14 @@ def tokenizer_of_file(path: Path) -> Any:
         raise DataError(f"--tokenizer {path} is not a tokenizer.json: {one_line(error)}") from None
 
 
-def tokenizer_of_folder(name: str) -> Any:
+def tokenizer_of_folder(name: str | Path) -> Any:
     """Of a folder or from the hub. Code that a repository may bring along is never run."""
+    check_tokenizer_name(str(name))
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        known = str(expanded(name)) if is_local(str(name)) else name
+        tokenizer = AutoTokenizer.from_pretrained(known, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"--tokenizer {name} is not {BYTES}, {BPE}, a tokenizer.json, a tokenizer folder or a "

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import tokenformer
+from tokenformer.files import cache_folder
 
 Answer = tuple[float, bool]
 PACKAGES = ("torch", "transformers", "tokenizers", "lm-eval")
@@ -94,6 +95,5 @@ def fingerprint(model: Any, **settings: Any) -> str:
 
 
 def answers_folder() -> Path:
-    """Where answers wait for a run to go on: the user's cache, as XDG_CACHE_HOME names it."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "tokenformer" / "evaluate"
+    """Where answers are kept for an interrupted evaluation to resume."""
+    return cache_folder() / "evaluate"

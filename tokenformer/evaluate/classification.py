@@ -1,7 +1,7 @@
 """How well a classifier names images: top-1, top-5, and what it takes for what.
 
-Any Hugging Face image classifier serves, with its own image processor. Classes are matched by name
-where the model knows all the names, else by number.
+Any Hugging Face image classifier serves, with its own image processor. Classes are matched by name;
+by number only where that is asked for.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,13 @@ from tokenformer.data.augmentation import as_image
 from tokenformer.data.errors import DataError
 from tokenformer.data.images import ImageSet, Pixels
 
+SINGLE_LABEL = "single_label_classification"
 FEW = 5
 """How many guesses the second figure allows."""
 BATCH = 64
 WORST = 5
+MOST_NAMED = 5
+"""Classes that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +83,15 @@ def classify(
     *,
     batch_size: int | None = None,
     limit: int | None = None,
+    labels_by_index: bool = False,
     on_images: Callable[[int], None] = lambda done: None,
 ) -> Classification:
     """Measure `model` on the first `limit` of `pictures`, by default on all."""
-    labels, names = class_numbers(model.config, pictures.classes)
+    if (kind := problem_type(model.config)) != SINGLE_LABEL:
+        raise DataError(
+            f"the model's problem_type is {kind}; accuracy is measured of {SINGLE_LABEL} only"
+        )
+    labels, names = class_numbers(model.config, pictures.classes, labels_by_index)
     count = len(pictures) if limit is None else min(limit, len(pictures))
     confusion = np.zeros((len(names), len(names)), np.int64)
     in_few, loss = 0, 0.0
@@ -108,6 +116,14 @@ def classify(
     )
 
 
+def problem_type(config: Any) -> str:
+    """What a classifier's outputs mean, by transformers' names. Where its configuration does not
+    say, one output is a regression, as in the losses of transformers."""
+    if config.problem_type is not None:
+        return str(config.problem_type)
+    return "regression" if config.num_labels == 1 else SINGLE_LABEL
+
+
 def as_input(pixels: Pixels, processor: Any) -> Any:
     """A Pillow image in colour, or grey where the processor's mean is of one channel: most of
     transformers' processors norm grey images by three means, and fail."""
@@ -116,15 +132,28 @@ def as_input(pixels: Pixels, processor: Any) -> Any:
     return as_image(pixels).convert("L" if grey else "RGB")
 
 
-def class_numbers(config: Any, classes: list[str]) -> tuple[list[int], list[str]]:
-    """The model's number for every class of a set, and the model's names."""
+def class_numbers(
+    config: Any, classes: list[str], by_index: bool = False
+) -> tuple[list[int], list[str]]:
+    """The model's number for every class of a set, and the name of each number."""
     names = [str(config.id2label[number]) for number in range(config.num_labels)]
-    if set(classes) <= set(names):
+    if by_index:
+        if len(classes) > len(names):
+            raise DataError(
+                f"the images have {len(classes)} classes, the model only {len(names)}; "
+                "--labels_by_index needs as many"
+            )
+        return list(range(len(classes))), [*classes, *names[len(classes) :]]
+    unknown = [name for name in classes if name not in set(names)]
+    if not unknown:
         return [names.index(name) for name in classes], names
-    if len(classes) == len(names):
-        return list(range(len(classes))), classes
-    strange = next(name for name in classes if name not in names)
     raise DataError(
-        f"the images have {len(classes)} classes, of which the model, with {len(names)}, does not "
-        f"know {strange!r}"
+        f"the model does not know {len(unknown)} of the {len(classes)} classes of the images: "
+        f"{listed(unknown)}; its own are {listed(names)}; if both number their classes alike, "
+        "give --labels_by_index"
     )
+
+
+def listed(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more

@@ -1,13 +1,13 @@
-"""One function to grow any model of ours: a TokenFormer by its tokens, a Transformer by a rival.
+"""`tokenformer.grow`: a TokenFormer grows by its tokens, a Transformer by one of the baselines.
 
 grown, report = tokenformer.grow(model, to="354m")
 """
 
 from typing import Any
 
-from tokenformer.growth import tokens
 from tokenformer.growth.report import GrowthReport
-from tokenformer.growth.transformer import METHODS, grow_transformer
+from tokenformer.growth.tokens.growth import grow_tokens
+from tokenformer.growth.transformer.methods import METHODS, grow_transformer
 from tokenformer.models.configuration import TransformerConfig
 from tokenformer.models.projection_configuration import MatrixConfig, TokenConfig
 
@@ -21,17 +21,19 @@ def grow(
     method: str | None = None,
     **options: Any,
 ) -> tuple[Any, GrowthReport]:
-    """A larger model that begins with what `model` knows, and a report. `model` is left alone.
+    """A larger model that starts from `model`, and a report. `model` itself is not changed.
 
     Args:
         model: a TokenFormer or a Transformer, grown before or not.
         to: a preset or a configuration; or sizes are named among the options.
-        method: None or `tokens` for a TokenFormer, see `growth/tokens.py`; for a Transformer one of
-            the table in `growth/transformer.py`, by default `net2net`.
-        **options: those of `tokens.grow` or `grow_transformer`.
+        method: None or `tokens` for a TokenFormer, see `growth/tokens/growth.py`; for a Transformer
+            one of `growth/transformer/methods.py`, by default `net2net`.
+        **options: those of `grow_tokens` or `grow_transformer`.
     """
     if hasattr(model, "peft_config"):
-        raise TypeError("the model wears an adapter; merge it first, by model.merge_and_unload()")
+        raise TypeError(
+            "the model has an adapter attached; merge it first: model.merge_and_unload()"
+        )
     if isinstance(model.config, MatrixConfig):
         if method == TOKENS:
             raise ValueError(
@@ -43,4 +45,4 @@ def grow(
         raise ValueError(
             f"method={method!r}: a TokenFormer grows by its tokens; leave the method out"
         )
-    return tokens.grow(model, to, **options)
+    return grow_tokens(model, to, **options)

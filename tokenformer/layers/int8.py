@@ -1,8 +1,8 @@
-"""Layers whose numbers are int8, with a scale for every token or row: a quarter of the memory.
+"""Layers with int8 weights and one scale per token or row: a quarter of the memory.
 
-They are for use, not for training. Rows as few as in decoding are computed from the int8 numbers as
-they are read (`ops/native`); more rows, other devices and dtypes make a matrix of their own type of
-them first, for the time of the call.
+For inference only. With few rows, as in decoding, native code unpacks the int8 weights as it reads
+them (`ops/backends/native`); more rows, other devices and other dtypes dequantize them first, for
+the duration of the call.
 """
 
 from typing import Any
@@ -12,21 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenformer.layers.pattention import Pattention
-from tokenformer.ops.choice import takes_native
-from tokenformer.ops.native.rows import linear, pattention, rule, tokens
-from tokenformer.ops.pattention import pattention as any_pattention
+from tokenformer.ops import pattention
+from tokenformer.ops.backends.auto import can_use_native
+from tokenformer.ops.backends.native import few_rows
 
 LARGEST = 127
 
 
-def rounded(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix [n, d] as int8 [n, d] and scales [n]: each row from -127 to 127 times its own."""
+def quantize(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize a matrix [n, d] by row: int8 [n, d] in -127..127, and scales [n]."""
     scales = matrix.detach().float().abs().amax(1) / LARGEST
     scales = scales.masked_fill(scales == 0, 1)
     return (matrix.detach().float() / scales[:, None]).round_().to(torch.int8), scales
 
 
-def widened(matrix: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize(matrix: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return matrix.to(dtype) * scales.to(dtype)[:, None]
 
 
@@ -35,7 +35,7 @@ def fixed(tensor: Tensor) -> nn.Parameter:
 
 
 class Int8Layer(nn.Module):
-    """Keeps its scales in fp32 when the model is given another type of number."""
+    """Keeps its scales in fp32 when the model is cast to another dtype."""
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         kept = {name: p.data for name, p in self._parameters.items() if p is not None}
@@ -49,7 +49,7 @@ class Int8Layer(nn.Module):
 
 
 class Int8Pattention(Int8Layer):
-    """A Pattention layer, its tokens rounded."""
+    """A Pattention layer with int8 tokens."""
 
     key_tokens: nn.Parameter  # [n, d_in], int8
     value_tokens: nn.Parameter  # [n, d_out], int8
@@ -61,23 +61,28 @@ class Int8Pattention(Int8Layer):
     def __init__(self, layer: Pattention) -> None:
         super().__init__()
         if layer.active_tokens is not None or isinstance(layer.scale_tokens, Tensor):
-            raise ValueError("int8 is for layers all of whose tokens are active, at a fixed scale")
+            raise ValueError(
+                "int8 needs a layer with all tokens active (no prefix) and a fixed scale_tokens"
+            )
         self.theta, self.scale_tokens = layer.theta, layer.scale_tokens
         self.approximate, self.eps = layer.approximate, layer.eps
         for name, matrix in (("key", layer.key_tokens), ("value", layer.value_tokens)):
-            numbers, scales = rounded(matrix)
+            numbers, scales = quantize(matrix)
             setattr(self, f"{name}_tokens", fixed(numbers))
             setattr(self, f"{name}_scales", fixed(scales))
 
     def forward(self, x: Tensor) -> Tensor:
-        if takes_native(x, self.key_tokens, self.value_tokens):
+        if can_use_native(x, self.key_tokens, self.value_tokens):
             scales = self.key_scales.float(), self.value_scales.float()
-            of = tokens(self.key_tokens, self.value_tokens, self.scale_tokens, *scales)
-            return pattention(x, of, torch.int8, rule(self.theta, self.approximate, self.eps))
-        return any_pattention(
+            tokens = few_rows.token_pointers(
+                self.key_tokens, self.value_tokens, self.scale_tokens, *scales
+            )
+            theta = few_rows.theta_struct(self.theta, self.approximate, self.eps)
+            return few_rows.pattention(x, tokens, torch.int8, theta)
+        return pattention(
             x,
-            widened(self.key_tokens, self.key_scales, x.dtype),
-            widened(self.value_tokens, self.value_scales, x.dtype),
+            dequantize(self.key_tokens, self.key_scales, x.dtype),
+            dequantize(self.value_tokens, self.value_scales, x.dtype),
             scale_tokens=self.scale_tokens,
             theta=self.theta,
             approximate=self.approximate,
@@ -90,18 +95,18 @@ class Int8Pattention(Int8Layer):
 
 
 class Int8Rows(Int8Layer):
-    """A matrix, its rows rounded. `like` holds it as `weight`."""
+    """A matrix with int8 rows, quantized from `like.weight`."""
 
     weight: nn.Parameter  # [n, d]
     scales: nn.Parameter  # [n]
 
     def __init__(self, like: nn.Module) -> None:
         super().__init__()
-        numbers, scales = rounded(like.weight)  # type: ignore[arg-type]
+        numbers, scales = quantize(like.weight)  # type: ignore[arg-type]
         self.weight, self.scales = fixed(numbers), fixed(scales)
 
     def share(self, other: "Int8Rows") -> None:
-        """Have the same numbers as another."""
+        """Tie the weights to those of `other`."""
         self.weight, self.scales = other.weight, other.scales
 
     def extra_repr(self) -> str:
@@ -109,12 +114,12 @@ class Int8Rows(Int8Layer):
 
 
 class Int8Linear(Int8Rows):
-    """Without a bias."""
+    """nn.Linear without bias, int8."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if takes_native(x, self.weight):
-            return linear(x, self.weight, self.scales.float())
-        return F.linear(x, widened(self.weight, self.scales, x.dtype))
+        if can_use_native(x, self.weight):
+            return few_rows.linear(x, self.weight, self.scales.float())
+        return F.linear(x, dequantize(self.weight, self.scales, x.dtype))
 
 
 class Int8Embedding(Int8Rows):

@@ -46,7 +46,7 @@ class PatchEmbedding(nn.Module):
         height, width = patches.shape[-2:]
         tokens = patches.flatten(2).transpose(1, 2)  # [B, T, d]
         if self.class_token is not None:
-            first = self.class_token.expand(len(tokens), 1, -1)  # [B, 1, d]
+            first = self.class_token.expand(tokens.shape[0], 1, -1)  # [B, 1, d]
             tokens = torch.cat((first, tokens), dim=1)
         return tokens + self._positions_for(height, width)
 

@@ -123,6 +123,13 @@ class Pattention(nn.Module):
             backend=self.backend,
         )
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Called by `torch.jit.script`, which cannot compile the choice of a backend."""
+        raise NotImplementedError(
+            "torch.jit.script does not support Pattention; use torch.export, torch.compile or "
+            "torch.jit.trace"
+        )
+
     def extra_repr(self) -> str:
         scale = self.scale_tokens
         active = "" if self.active_tokens is None else f", active_tokens={self.active_tokens}"

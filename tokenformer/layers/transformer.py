@@ -107,12 +107,19 @@ class TokenformerEncoderLayer(_TransformerLayer):
     """Self-attention and a feed-forward Pattention, in the place of `nn.TransformerEncoderLayer`.
 
     Args:
-        d_model, nhead, dropout, layer_norm_eps, batch_first, norm_first: as torch's, but pre-norm
-            is the default, as in the paper. There is no `activation`, whose place theta takes, and
-            no `bias`.
+        d_model: hidden size.
+        nhead: number of attention heads.
         dim_feedforward: parameter tokens of the feed-forward Pattention.
-        qkv_tokens, output_tokens: parameter tokens of the attention's projections, by default
-            `d_model`.
+        dropout: dropout probability, as in torch.
+        qkv_tokens: parameter tokens of each of the q, k and v projections, by default `d_model`.
+        output_tokens: parameter tokens of the output projection, by default `d_model`.
+        theta: the modified softmax; takes the place of torch's `activation`.
+        layer_norm_eps: epsilon of the norms.
+        norm_parameters: `none`, `bias`, `weight` or `weight_bias`.
+        batch_first: whether inputs are `[B, T, d]`, as in torch.
+        norm_first: pre-norm, the default as in the paper; torch's default is post-norm.
+
+    There is no `bias` argument.
     """
 
     def forward(

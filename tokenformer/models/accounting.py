@@ -8,8 +8,8 @@ The paper's table of formulas (section 4.1), for both families and every option 
     sum(activation_bytes(config, batch_size=8, length=1024).values())
     twin(config)                                    # the Transformer to compare with
 
-Every count comes by part, as a dict of whole numbers. Nothing is built or run; `docs/accounting.md`
-says what each part holds and what is left out.
+Every count comes by part, as a dict of ints. Nothing is built or run; `docs/guides/accounting.md`
+says what each part includes.
 """
 
 import math
@@ -21,6 +21,8 @@ from tokenformer.models.configuration import LanguageConfig, TokenformerConfig, 
 from tokenformer.models.presets import TRANSFORMER_PRESETS
 from tokenformer.models.projection_configuration import PROJECTIONS, MatrixConfig, TokenConfig
 from tokenformer.models.vision_configuration import VisionConfig
+from tokenformer.ops.backends import saved_bytes
+from tokenformer.ops.backends.interface import Sizes
 
 FLOAT_BYTES = 4
 INDEX_BYTES = 8
@@ -246,7 +248,13 @@ def _projection_bytes(config: LanguageConfig, part: str, rows: int) -> int:
         return config.num_hidden_layers * FLOAT_BYTES * rows * copies * config.intermediate_size
     assert isinstance(config, TokenformerConfig)
     names = {"qkv": ("q", "k", "v"), "output": ("o",), "ffn": ("ffn",)}[part]
-    tokens = sum(sum(_tokens_by_layer(config, name)) for name in names)
-    # The scores; and of each row its norm and the factor made of it, or the logarithm of its sum.
-    numbers = (1 if config.theta == "softmax" else 2) * len(names) * config.num_hidden_layers
-    return FLOAT_BYTES * rows * (tokens + numbers)
+    widths = {"k": config.key_value_size, "v": config.key_value_size}
+    return sum(
+        saved_bytes(
+            "direct",
+            config.theta,
+            Sizes(rows, config.hidden_size, tokens, widths.get(name, config.hidden_size)),
+        )
+        for name in names
+        for tokens in _tokens_by_layer(config, name)
+    )

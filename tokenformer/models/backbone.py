@@ -6,6 +6,7 @@ models.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -136,6 +137,31 @@ class BlockPreTrainedModel(PreTrainedModel):
                 init.ones_(module.weight)
             if module.bias is not None:
                 init.zeros_(module.bias)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
+        """As transformers does, with a model card, checksums of the weights, and a stub that loads
+        the model without `import tokenformer` (`tokenformer.models.saved_folder`)."""
+        from tokenformer.models.saved_folder import auto_mapped, complete
+
+        with auto_mapped(self.config):
+            super().save_pretrained(save_directory, *args, **options)
+        folder = Path(save_directory)
+        if folder.is_dir() and self._writes_folder(*args, **options):  # of a file it only warns
+            complete(self, folder)
+
+    def _writes_folder(self, is_main_process: bool = True, *_: Any, **options: Any) -> bool:
+        """Whether this process has just saved a whole model, not an adapter of one."""
+        adapter = getattr(self, "_hf_peft_config_loaded", False)
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        first = not distributed or torch.distributed.get_rank() == 0
+        return is_main_process and first and not adapter
+
+    def _upload_modified_files(self, working_dir: Any, *args: Any, **options: Any) -> Any:
+        """Before an upload: transformers has just put a card of its own into the folder."""
+        from tokenformer.models.saved_folder import complete
+
+        complete(self, Path(working_dir))
+        return super()._upload_modified_files(working_dir, *args, **options)
 
     def token_deviations(self, layer: Pattention) -> tuple[float, float]:
         """Of the keys and of the values that a layer begins with."""

@@ -12,8 +12,11 @@ from dataclasses import fields
 from typing import Any, ClassVar, TypeVar
 
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils import logging
 
 from tokenformer.models.presets import preset
+
+logger = logging.get_logger(__name__)
 
 VARIANT_DEFAULTS: dict[str, dict[str, Any]] = {
     "released": {"hidden_act": "gelu", "positions": "rotary", "theta_eps": 0.0},
@@ -50,6 +53,16 @@ MISNOMERS = {
         "max_position_embeddings",
     ),
 }
+
+SHADOWED = "_shadowed"
+"""The attribute that holds keys of config.json that are called like methods."""
+STUB_MODULE = "modeling_tokenformer"
+"""The module that `save_pretrained` of a model writes beside the weights."""
+
+
+class StubMap(dict[str, str]):
+    """The `auto_map` of a configuration that is saved with the stub beside it."""
+
 
 FOLLOWS: Any = None
 """The default of an option that takes the value another option implies."""
@@ -90,6 +103,41 @@ class BlockConfig(PreTrainedConfig):
         """A published size by name, with any option changed."""
         return cls(**{**preset(name, cls.presets), **changes})
 
+    @classmethod
+    def option_names(cls) -> list[str]:
+        """The options of this model, aliases included: what the constructor reads, without the
+        fields that every configuration of transformers has."""
+        common = {field.name for field in fields(PreTrainedConfig)}
+        own = [field.name for field in fields(cls) if field.name not in common]
+        return [*own, *cls.attribute_map, *cls.attribute_map.values(), "attn_implementation"]
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As the constructor, but keeps keys that it refuses as misnomers: other tools annotate
+        config.json with names of their own. They become attributes and are saved again."""
+        foreign = {name: config_dict[name] for name in config_dict if cls._misnomer(name)}
+        known = {name: value for name, value in config_dict.items() if name not in foreign}
+        found = super().from_dict(known, **kwargs)
+        config, unused = found if isinstance(found, tuple) else (found, {})
+        for name, value in foreign.items():
+            meant = cls._meant(name)
+            if meant and getattr(config, meant) != value:
+                logger.warning_once(
+                    f"{name}={value!r} is kept but has no effect; "
+                    f"the option is {meant}={getattr(config, meant)!r}"
+                )
+            setattr(config, name, kwargs.get(name, value))
+            unused.pop(name, None)
+        return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A key of config.json that is called like a method, such as `tokens`, is kept and saved
+        again without replacing the method."""
+        if callable(getattr(type(self), name, None)):
+            self.__dict__.setdefault(SHADOWED, {})[name] = value
+        else:
+            super().__setattr__(name, value)
+
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads
@@ -106,7 +154,9 @@ class BlockConfig(PreTrainedConfig):
 
     def __post_init__(self, **others: Any) -> None:
         names = {field.name for field in fields(self)}
-        self._refuse_misnomers(names, others)
+        for other in others:
+            if problem := self._misnomer(other):
+                raise ValueError(problem)
         self._check_choices("variant")
         for name, value in VARIANT_DEFAULTS[self.variant].items():
             if name in names and getattr(self, name) is None:
@@ -115,21 +165,69 @@ class BlockConfig(PreTrainedConfig):
             self.num_key_value_heads = self.num_attention_heads
         self._fill()
         self._check()
+        self._check_derived(others)
+        self.auto_map: dict[str, str] = {}  # TRL reads it from every configuration
         super().__post_init__(**others)
 
-    def _refuse_misnomers(self, names: set[str], others: dict[str, Any]) -> None:
-        """Unknown keys are let through, as transformers asks of every configuration, but not those
-        that are plainly meant for an option of ours: they would be ignored in silence."""
-        for other, value in others.items():
-            derived = getattr(type(self), other, None)
-            if isinstance(derived, property) and derived.fset is None:
-                raise ValueError(f"{other}={value!r} is not an option; it follows from others")
-            for family in self.families():
-                if other in {field.name for field in fields(family)}:
-                    raise ValueError(f"{other!r} is an option of {family.__name__} alone")
-            near = difflib.get_close_matches(other, names, n=1, cutoff=0.85)
-            if meant := MISNOMERS.get(other) or next(iter(near), None):
-                raise ValueError(f"{other!r} is not an option; did you mean {meant!r}?")
+    def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
+        """As transformers does. Saved without a model there is no stub in the folder, so an
+        `auto_map` that names it, as a loaded configuration has it, is left out."""
+        mapped = self.auto_map
+        to_stub = any(f"{name}".startswith(f"{STUB_MODULE}.") for name in (mapped or {}).values())
+        if to_stub and not isinstance(mapped, StubMap):
+            self.auto_map = {}
+        try:
+            super().save_pretrained(save_directory, *args, **options)
+        finally:
+            self.auto_map = mapped
+
+    def to_dict(self) -> dict[str, Any]:
+        output: dict[str, Any] = super().to_dict()
+        output.update(output.pop(SHADOWED, {}))
+        if not output.get("auto_map"):
+            output.pop("auto_map", None)
+        return output
+
+    @classmethod
+    def _misnomer(cls, name: str) -> str | None:
+        """What is wrong with a key that is no option. Unknown keys are accepted, as transformers
+        expects of every configuration, but not those that are clearly meant for an option of ours:
+        they would be ignored silently."""
+        names = {field.name for field in fields(cls)}
+        if name in names or cls._is_derived(name):
+            return None
+        for family in cls.families():
+            if name in {field.name for field in fields(family)}:
+                return f"{name!r} is an option of {family.__name__} alone"
+        meant = cls._meant(name)
+        return f"{name!r} is not an option; did you mean {meant!r}?" if meant else None
+
+    @classmethod
+    def _meant(cls, name: str) -> str | None:
+        """The option that a name is a synonym of or a typing error for."""
+        names = [field.name for field in fields(cls)]
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
+        meant = MISNOMERS.get(name) or next(iter(near), None)
+        return meant if meant in names else None
+
+    @classmethod
+    def _is_derived(cls, name: str) -> bool:
+        found = getattr(cls, name, None)
+        return isinstance(found, property) and found.fset is None
+
+    def _check_derived(self, others: dict[str, Any]) -> None:
+        """Take out derived values such as `head_dim`, which tools write into config.json."""
+        for name in [name for name in others if self._is_derived(name)]:
+            given, own = others.pop(name), getattr(self, name)
+            if given != own:
+                raise ValueError(
+                    f"{name}={given!r} is not an option; it follows from the others and is {own!r}"
+                )
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Nothing: transformers calls this where `auto_map` led it here, and would then copy our
+        source files into every folder that is saved."""
 
     @classmethod
     def families(cls) -> list[type["BlockConfig"]]:

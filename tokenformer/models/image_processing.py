@@ -4,6 +4,7 @@ processor = TokenformerImageProcessor.for_size(28, num_channels=1)
 pixel_values = processor(images=image, return_tensors="pt")["pixel_values"]     # [1, 1, 28, 28]
 """
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from transformers.image_processing_backends import PilBackend
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
+from tokenformer.models.block_configuration import STUB_MODULE
 from tokenformer.models.vision_configuration import (
     TokenformerVisionConfig,
     TransformerVisionConfig,
@@ -58,6 +60,29 @@ class TokenformerImageProcessor(PilBackend):
             return cls(size=square, **norm)
         longer = {"shortest_edge": round(image_size / crop_share)}
         return cls(size=longer, do_center_crop=True, crop_size=square, **norm)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> Any:
+        """As transformers does, with the stub that `auto_map` names unless a model brought it."""
+        from tokenformer.models.model_card import STUB
+        from tokenformer.models.saved_folder import PROCESSOR, write_stub
+
+        folder = Path(save_directory)
+        if not folder.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            if not (folder / STUB).exists():
+                write_stub(folder, [PROCESSOR])
+        return super().save_pretrained(save_directory, *args, **options)
+
+    def to_dict(self) -> dict[str, Any]:
+        output: dict[str, Any] = super().to_dict()
+        if type(self) is TokenformerImageProcessor:
+            name = f"{STUB_MODULE}.{type(self).__name__}"
+            output["auto_map"] = {"AutoImageProcessor": name}
+        return output
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoImageProcessor") -> None:
+        """Nothing, as for our configurations: transformers would copy our source files."""
 
     @property
     def num_channels(self) -> int:

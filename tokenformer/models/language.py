@@ -179,22 +179,30 @@ def make_position_ids(embeds: Tensor, mask: Any, past_key_values: Cache | None) 
 
 
 class TokenformerModel(LanguageModel):
+    """A TokenFormer without the output head."""
+
     config: TokenformerConfig
     projections = staticmethod(tokenformer_projections)
 
 
 class TokenformerForCausalLM(LanguageModelForCausalLM):
+    """A TokenFormer language model: every projection is Pattention."""
+
     config: TokenformerConfig
     backbone = TokenformerModel
     _tp_plan: ClassVar = {"lm_head": "colwise_gather_output"}
 
 
 class TransformerModel(LanguageModel):
+    """The Transformer baseline without the output head."""
+
     config: TransformerConfig
     projections = staticmethod(transformer_projections)
 
 
 class TransformerForCausalLM(LanguageModelForCausalLM):
+    """The Transformer baseline: the same language model with weight matrices and an MLP."""
+
     config: TransformerConfig
     backbone = TransformerModel
 

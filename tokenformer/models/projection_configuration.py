@@ -7,6 +7,7 @@ import math
 from dataclasses import fields
 from typing import Any, ClassVar
 
+from tokenformer.errors import TokenformerError
 from tokenformer.models.block_configuration import (
     FOLLOWS,
     BlockConfig,
@@ -18,6 +19,13 @@ PROJECTIONS = ("q", "k", "v", "o", "ffn")
 
 Tokens = int | list[int]
 """A number of parameter tokens: one for all layers, or one per layer."""
+
+QUANTIZATION_METHOD = "tokenformer"
+"""The `quant_method` of `TokenQuantization`."""
+
+
+class QuantizationError(TokenformerError, ValueError):
+    """A quantization method that leaves parameter tokens as they are."""
 
 
 class TokenConfig(BlockConfig):
@@ -53,6 +61,13 @@ class TokenConfig(BlockConfig):
     token_rates: dict[str, list[list[list[float]] | None]] | None = None
     theta: str = "l2_gelu"
     theta_eps: float = FOLLOWS
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Set by transformers before it applies a quantizer, given to `from_pretrained` or found in
+        # config.json.
+        if name == "quantization_config":
+            check_quantization(value)
+        super().__setattr__(name, value)
 
     def tokens(self, projection: str, layer: int) -> int:
         """How many parameter tokens `projection` (q, k, v, o or ffn) has in `layer`."""
@@ -142,6 +157,20 @@ class TokenConfig(BlockConfig):
             raise ValueError(
                 f"{name}={values} must have one entry per layer, {self.num_hidden_layers} in all"
             )
+
+
+def check_quantization(config: Any) -> None:
+    """Refuse torchao, bitsandbytes and others: they replace `nn.Linear` and would quantize nothing
+    of a model whose weights are parameter tokens."""
+    if config is None:
+        return
+    found = config.get("quant_method") if isinstance(config, dict) else config.quant_method
+    method = getattr(found, "value", found)
+    if method != QUANTIZATION_METHOD:
+        raise QuantizationError(
+            f"quantization method {method!r} does not quantize parameter tokens; "
+            "use quantization_config=tokenformer.TokenQuantization()"
+        )
 
 
 class MatrixConfig(BlockConfig):

@@ -17,12 +17,17 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from tokenformer.layers import Linear, Pattention
 from tokenformer.layers.int8 import Int8Embedding, Int8Linear, Int8Pattention
 from tokenformer.layers.sharded import ShardedPattention
-
-METHOD = "tokenformer"
+from tokenformer.models.projection_configuration import QUANTIZATION_METHOD as METHOD
 
 
 @register_quantization_config(METHOD)
 class TokenQuantization(QuantizationConfigMixin):
+    """Int8 weights: pass it to `from_pretrained` as `quantization_config`.
+
+    Args:
+        bits: 8, the only width supported.
+    """
+
     def __init__(self, bits: int = 8, **_: Any) -> None:
         if bits != 8:
             raise ValueError(f"bits={bits} is not to be had; tokens are kept in 8 bits")

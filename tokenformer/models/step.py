@@ -1,10 +1,9 @@
-"""A new token of one sequence through all blocks of a language model at once, in native code.
+"""Batch-1 decoding in native code: one new token through all blocks of a language model in a call.
 
-When a model speaks to one listener, Python between the layers takes as long as a good part of the
-reading of their tokens. So `generate` on a CPU goes through `ops/native` in one call for all
-blocks, where there is nothing in them that Python would have to see: hooks, adapters, masks, scales
-that are learned. Otherwise, and for all that is not such a step, the blocks themselves run; they
-are what this is tested against.
+At batch 1 the Python between the layers takes nearly as long as reading their weights. So on a CPU
+`generate` runs all blocks in one native call, unless something in them needs Python: hooks,
+adapters, masks, learned scales. Then, and for every other shape, the blocks themselves run; the
+native path is tested against them.
 """
 
 import ctypes
@@ -24,10 +23,15 @@ from tokenformer.layers.norm import RMSNorm
 from tokenformer.layers.positions import Rotation
 from tokenformer.models.backbone import NamedAttention, ParallelLayer, SequentialLayer
 from tokenformer.models.cache import RoomyLayer
-from tokenformer.ops import native
-from tokenformer.ops.choice import plain
-from tokenformer.ops.native.library import Block, Norm, Shape, function
-from tokenformer.ops.native.rows import rule, threads_for, tokens, workspace
+from tokenformer.ops.backends import native
+from tokenformer.ops.backends.auto import is_plain
+from tokenformer.ops.backends.native.few_rows import (
+    theta_struct,
+    threads_for,
+    token_pointers,
+    workspace,
+)
+from tokenformer.ops.backends.native.library import Block, Norm, Shape, function
 
 PROJECTIONS = ("q", "k", "v", "o")
 MEMORY: dict[type[nn.Module], tuple[str, ...]] = {
@@ -54,7 +58,7 @@ def take_step(
         return None
     if not all(type(layer) is RoomyLayer and layer.is_initialized for layer in layers):
         return None
-    if not plain(hidden) or not native.suits(hidden):
+    if not is_plain(hidden) or not native.supports(hidden):
         return None
     step = STEPS.get(model)
     if step is None or not step.is_current(model):
@@ -89,7 +93,7 @@ class Step:
         alike = len(layers) == len(rules) == len(dtypes) == 1
         if None in blocks or not alike or self.attention != "sdpa":
             return
-        self.rule, self.dtype = rule(*rules.pop()), dtypes.pop()
+        self.rule, self.dtype = theta_struct(*rules.pop()), dtypes.pop()
         self.blocks = (Block * len(blocks))(*blocks)
         first, attention = blocks[0], model.layers[0].attention
         self.shape = Shape(
@@ -184,11 +188,11 @@ class Step:
         if isinstance(scale, Tensor) or active is not None or backend not in BACKENDS:
             return None
         keys, values, *scales = found
-        if not native.suits(keys.new_empty(1, keys.shape[1], dtype=torch.float32), keys, values):
+        if not native.supports(keys.new_empty(1, keys.shape[1], dtype=torch.float32), keys, values):
             return None
         if any(numbers.dtype != torch.float32 for numbers in scales):
             return None
-        return tokens(keys, values, scale, *scales)
+        return token_pointers(keys, values, scale, *scales)
 
     def kind(self, module: nn.Module) -> type[nn.Module]:
         """Its very class: a part of its own may have been put into it since."""

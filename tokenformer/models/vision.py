@@ -38,6 +38,7 @@ from tokenformer.models.vision_configuration import (
 class VisionPreTrainedModel(BlockPreTrainedModel):
     main_input_name = "pixel_values"
     input_modalities: ClassVar = ("image",)
+    _input_embed_layer = "embed_patches"  # what `get_input_embeddings` returns
 
 
 class VisionModel(VisionPreTrainedModel):
@@ -110,16 +111,47 @@ class VisionModelForImageClassification(VisionPreTrainedModel):
     def forward(
         self, pixel_values: Tensor, labels: Tensor | None = None, **options: Any
     ) -> ImageClassifierOutput:
-        """`labels` are classes [B], or a distribution over them [B, num_classes]."""
+        """`labels` are classes [B], values [B, num_classes] or several classes per image
+        [B, num_classes], according to `config.problem_type`; see `classification_loss`."""
         outputs = self.model(pixel_values, **options)
         logits = self.forward_head(outputs.last_hidden_state)
-        loss = None if labels is None else F.cross_entropy(logits.float(), labels)
+        loss = (
+            None if labels is None else self.classification_loss(logits.float(), labels, **options)
+        )
         return ImageClassifierOutput(
             loss=loss,
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def classification_loss(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        num_items_in_batch: Tensor | int | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """The loss of `config.problem_type`, as in transformers' ViT: cross-entropy, binary
+        cross-entropy or squared error. Where it is None it is inferred from the first labels and
+        stored: regression with one label, otherwise single-label for integers and multi-label for
+        floats. A single-label problem also takes distributions over the classes, as mixup makes.
+
+        `num_items_in_batch` counts the labels of all batches of an optimizer step (Trainer gives
+        it when it accumulates gradients); the loss is then this batch's share of their mean.
+        """
+        kind = self.config.problem_type
+        if kind == "single_label_classification" and labels.is_floating_point():
+            loss = F.cross_entropy(logits, labels)
+        else:
+            loss = self.loss_function(
+                labels, logits, self.config, num_items_in_batch=num_items_in_batch, **options
+            )
+            if self.config.problem_type == "single_label_classification":
+                return loss  # already divided by the number of items
+        if num_items_in_batch is None:
+            return loss
+        return loss * labels.numel() / num_items_in_batch
 
 
 class TokenformerVisionModel(VisionModel):
@@ -128,6 +160,8 @@ class TokenformerVisionModel(VisionModel):
 
 
 class TokenformerForImageClassification(VisionModelForImageClassification):
+    """A Vision Transformer whose every projection is Pattention, with a linear classifier."""
+
     config: TokenformerVisionConfig
     backbone = TokenformerVisionModel
 
@@ -138,6 +172,8 @@ class TransformerVisionModel(VisionModel):
 
 
 class TransformerForImageClassification(VisionModelForImageClassification):
+    """The Vision Transformer baseline with a linear classifier."""
+
     config: TransformerVisionConfig
     backbone = TransformerVisionModel
 

@@ -8,6 +8,8 @@ from tokenformer.models.block_configuration import BlockConfig, check_count, che
 from tokenformer.models.presets import VISION_TOKENFORMER_PRESETS, VISION_TRANSFORMER_PRESETS
 from tokenformer.models.projection_configuration import MatrixConfig, TokenConfig
 
+PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
+
 
 class VisionConfig(BlockConfig):
     """What the two classifiers have in common.
@@ -20,6 +22,8 @@ class VisionConfig(BlockConfig):
         drop_path_rate: chance that the last block leaves out a branch for an image of a training
             batch; it rises evenly from 0 in the first.
         num_labels: classes; timm's name for it, `num_classes`, means the same.
+        problem_type: `single_label_classification`, `multi_label_classification` or `regression`;
+            by default it is inferred from the first labels, as transformers does.
     """
 
     attribute_map: ClassVar[dict[str, str]] = {"num_classes": "num_labels"}
@@ -69,6 +73,11 @@ class VisionConfig(BlockConfig):
         if self.image_size % self.patch_size:
             raise ValueError(
                 f"image_size={self.image_size} must be a multiple of patch_size={self.patch_size}"
+            )
+        if self.problem_type not in (None, *PROBLEM_TYPES):
+            raise ValueError(
+                f"problem_type={self.problem_type!r} is unknown; "
+                f"choose one of {', '.join(PROBLEM_TYPES)}"
             )
         check_number("drop_path_rate", self.drop_path_rate)
         if self.drop_path_rate >= 1:

@@ -2,45 +2,25 @@
 
     pattention(x, K, V) = theta(x K^T) V        (the paper's equation 4)
 
-`reference` below is that equation and nothing else; it is the truth every other backend is tested
-against. The modified softmax theta and what it does to zero rows is in `theta.py`.
+`reference` below is that equation and nothing else; every other backend is tested against it. The
+modified softmax theta, and what it does to zero rows, is in `theta.py`.
 """
-
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from tokenformer.ops import kernel
-from tokenformer.ops.choice import choose
-from tokenformer.ops.native import native
-from tokenformer.ops.theta import THETAS
-from tokenformer.ops.vector import vector
-
-Backend = Callable[[Tensor, Tensor, Tensor, float | Tensor, str, str, float], Tensor]
+from tokenformer.ops.backends import FAST_BACKENDS, Backend
+from tokenformer.ops.backends.auto import choose
+from tokenformer.ops.theta import THETAS, ThetaOptions
 
 
-def reference(
-    x: Tensor,
-    key_tokens: Tensor,
-    value_tokens: Tensor,
-    scale_tokens: float | Tensor,
-    theta: str,
-    approximate: str,
-    eps: float,
-) -> Tensor:
-    scores = x @ key_tokens.T  # [..., n]
-    weights = THETAS[theta](scores, scale_tokens, approximate, eps)  # [..., n]
-    return weights.to(scores.dtype) @ value_tokens  # [..., d_out]
+def reference(x: Tensor, keys: Tensor, values: Tensor, options: ThetaOptions) -> Tensor:
+    scores = x @ keys.T  # [..., n]
+    weights = options.weights(scores)  # [..., n]
+    return weights.to(scores.dtype) @ values  # [..., d_out]
 
 
-BACKENDS: dict[str, Backend] = {
-    "reference": reference,
-    **{name: partial(kernel.run, name) for name in kernel.KERNELS},
-    "vector": vector,
-    "native": native,
-}
+BACKENDS: dict[str, Backend] = {"reference": reference, **FAST_BACKENDS}
 
 
 def pattention(
@@ -60,14 +40,14 @@ def pattention(
         x: input rows `[..., d_in]`, any leading dimensions, none included.
         key_tokens: `[n, d_in]`.
         value_tokens: `[n, d_out]`.
-        scale_tokens: the positive number s under the root of the scale, by default the token count
-            n. A layer grown from n tokens keeps its own s, which is why it is an argument. A tensor
-            of one element may be given where the scale is learned or moves during training.
+        scale_tokens: the positive number s in the scale, by default the token count n. It is an
+            argument because growth keeps it: a layer grown from n tokens still has s = n. Pass a
+            tensor of one element where the scale is learned or changes during training.
         theta: `l2_gelu` (the paper's), `gelu_l2`, `l1_gelu` or `softmax`.
         approximate: which GELU, as in torch: `none` (exact, as released) or `tanh` (the paper's
             own figures).
-        eps: added to the norm; 0 as released, 1e-5 in the paper's own figures. Softmax, whose sum
-            is never zero, has no use for it.
+        eps: added to the norm; 0 as released, 1e-5 in the paper's own figures. Softmax ignores it:
+            its sum is never zero.
         backend: `auto` or the name of one implementation; see `tokenformer.ops.BACKENDS`.
 
     Returns:
@@ -83,7 +63,8 @@ def pattention(
         scale_tokens = scale_tokens.reshape(())  # its dimensions must not become the output's
     if backend == "auto":
         backend = choose(x, key_tokens, value_tokens, scale_tokens)
-    return BACKENDS[backend](x, key_tokens, value_tokens, scale_tokens, theta, approximate, eps)
+    options = ThetaOptions(theta, scale_tokens, approximate, eps)
+    return BACKENDS[backend](x, key_tokens, value_tokens, options)
 
 
 def check_names(theta: str, approximate: str, backend: str) -> None:
@@ -97,7 +78,7 @@ def check_names(theta: str, approximate: str, backend: str) -> None:
 
 def check_scale(scale_tokens: float | Tensor) -> None:
     if isinstance(scale_tokens, Tensor):
-        # Its value is not looked at: that would make the host wait for the device.
+        # The value is not checked: reading it would make the host wait for the device.
         if scale_tokens.numel() != 1:
             raise ValueError(
                 f"scale_tokens must be one number, got a tensor {tuple(scale_tokens.shape)}"
@@ -123,7 +104,7 @@ def _check(x: Tensor, key_tokens: Tensor, value_tokens: Tensor) -> None:
         )
     if not x.is_floating_point():
         raise TypeError(f"x must be floating point, got {x.dtype}")
-    # Under autocast the matmuls bring mixed dtypes together themselves.
+    # Under autocast the matmuls cast mixed dtypes themselves.
     same = x.dtype == key_tokens.dtype == value_tokens.dtype
     if not same and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(

@@ -7,17 +7,18 @@ Each takes scores A [..., n] and the scale s (`scale_tokens`) and returns weight
     l1_gelu   gelu( s A / ||A||_1 )                the second row of the paper's ablation
     softmax   s exp(A) / ||exp(A)||_1              the first row
 
-Two details were left open by the released code and are settled here:
+Two details that the released code leaves open:
 
 - Norms accumulate in fp32 or wider, so a long fp16 row does not overflow, and the weights are
   rounded to the scores' dtype only once.
-- A zero row has weights zero and gradient zero, where the plain formula gives 0/0. A row counts as
-  zero when its norm is below sqrt(tiny) (1e-19 in fp32): by then its squares have underflowed.
-  `softmax` needs no such rule: equal scores weigh all tokens equally.
+- A zero row has zero weights and zero gradient, where the plain formula gives 0/0. A row counts as
+  zero when its norm is below sqrt(tiny) (1e-19 in fp32), where its squares underflow. `softmax`
+  needs no such rule: equal scores weigh all tokens equally.
 """
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +52,18 @@ THETAS: dict[str, Theta] = {
     "l1_gelu": l1_gelu,
     "softmax": softmax,
 }
+
+
+class ThetaOptions(NamedTuple):
+    """One theta with its settings: how scores become weights."""
+
+    theta: str
+    scale: float | Tensor
+    approximate: str
+    eps: float
+
+    def weights(self, scores: Tensor) -> Tensor:
+        return THETAS[self.theta](scores, self.scale, self.approximate, self.eps)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -29,6 +29,12 @@ class WeightAverage:
         for some, fresh in zip(averages, weights, strict=True):
             torch._foreach_lerp_(some, [*fresh], 1.0 - decay)
 
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin again at the weights of now."""
+        for name, parameter in self.parameters.items():
+            self.tensors[name].copy_(parameter)
+
     def stored(self) -> dict[str, Tensor]:
         """By the names that a checkpoint keeps them under."""
         return {f"ema.{name}": tensor for name, tensor in self.tensors.items()}

@@ -1,7 +1,7 @@
 """Checkpoints of a run on disk: complete or absent, checked before they are believed.
 
     path = save(run / "checkpoints", model=model, optimizer=optimizer, state={"step": 500})
-    path = latest(run / "checkpoints")                  # the newest that is whole, or None
+    path = latest(run / "checkpoints")                  # the newest valid one; None: there is none
     state, extra = load(path, model=model, optimizer=optimizer)
 
 A checkpoint is a folder `step-00000500/`:
@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,12 +50,14 @@ __all__ = [
     "CheckpointError",
     "Contents",
     "collect",
+    "has_extra",
     "latest",
     "load",
     "prune",
     "read_document",
     "read_state",
     "save",
+    "sweep",
     "write",
 ]
 
@@ -104,7 +106,7 @@ def collect(
     """All of a checkpoint in memory; with `copy` apart from the run's own memory."""
     ranks = Ranks()
     step = state.get("step")
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+    if not is_step(step):
         raise CheckpointError(f"state['step'] is {step!r}; a checkpoint needs a step from 0 up")
     tensors = model_tensors(model)
     groups = None
@@ -172,18 +174,20 @@ def load(
     optimizer: Optimizer | None = None,
     extra: Mapping[str, Tensor] | None = None,
     hashes: bool = True,
+    hyperparameters: bool = True,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Fill the model, the optimizer and the random number generators from a checkpoint, in place.
 
     Returns the caller's state and the extra tensors: those of `extra` filled in place (sharded ones
     stay sharded), the others new and whole on the CPU. Nothing is touched before every file was
     verified and every name, shape and type found to fit. `hashes=False` checks only sizes, for a
-    path that `latest` has just verified. A rank beyond those that saved keeps its generators.
+    path that `latest` has just verified. `hyperparameters=False` leaves those of the optimizer as
+    they are. A rank beyond those that saved keeps its generators.
     """
     path, ranks = Path(path), Ranks()
     manifest.verify(path, hashes=hashes)
     with ranks.together(f"checkpoint {path} cannot be loaded"):
-        document = json.loads((path / STATE).read_text())
+        document = parse_document(path)
         saved = read_metadata(path)
         targets = model_tensors(model)
         compare(targets, only(saved, "model"))
@@ -191,11 +195,15 @@ def load(
         if optimizer is not None:
             if document["optimizer"] is None:
                 raise CheckpointError("it has no optimizer state")
-            groups = match_groups(model, optimizer, document["optimizer"])
+            groups = match_groups(
+                model, optimizer, document["optimizer"], hyperparameters=hyperparameters
+            )
             targets |= optimizer_targets(model, optimizer, only(saved, "optimizer"))
         given = {f"extra.{name}": tensor.detach() for name, tensor in (extra or {}).items()}
         compare(given, {name: saved[name] for name in given if name in saved})
         fresh = only(saved, "rng") | only(saved, "extra")
+        if "rng.cpu" not in fresh:
+            raise CheckpointError("it lacks rng.cpu")
         targets |= {
             name: torch.empty(m.size, dtype=m.properties.dtype) for name, m in fresh.items()
         }
@@ -211,17 +219,56 @@ def load(
     return document["state"], found
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """The caller's state in a checkpoint that `latest` has verified."""
-    state: dict[str, Any] = read_document(path)["state"]
+def read_state(path: Path, needs: Mapping[str, type] | None = None) -> dict[str, Any]:
+    """The caller's state in a checkpoint that `latest` has verified. `needs`: the keys that the
+    caller cannot do without, with their types."""
+    with Ranks().together(f"checkpoint {path} cannot be read"):
+        state: dict[str, Any] = parse_document(path)["state"]
+        for name, kind in (needs or {}).items():
+            if name not in state:
+                raise CheckpointError(f"the state in {STATE} has no {name!r}")
+            if not isinstance(state[name], kind):
+                raise CheckpointError(
+                    f"{name!r} in {STATE} is {state[name]!r:.40}, not of type {kind.__name__}"
+                )
     return state
+
+
+def has_extra(path: Path) -> bool:
+    """Whether a checkpoint holds extra tensors."""
+    with Ranks().together(f"checkpoint {path} cannot be read"):
+        return bool(only(read_metadata(path), "extra"))
 
 
 def read_document(path: Path) -> dict[str, Any]:
     """All that a checkpoint holds besides tensors."""
     with Ranks().together(f"checkpoint {path} cannot be read"):
-        document: dict[str, Any] = json.loads((path / STATE).read_text())
-    return document
+        return parse_document(path)
+
+
+def parse_document(path: Path) -> dict[str, Any]:
+    """The contents of state.json, if they are of the form that `collect` gives them."""
+    try:
+        document = json.loads((path / STATE).read_bytes())
+        step, groups = document["state"]["step"], document["optimizer"]
+        fits = is_step(step) and (groups is None or all(map(is_group, groups)))
+    except FileNotFoundError:
+        raise CheckpointError(f"{STATE} is missing") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        fits = False
+    if not fits:
+        raise CheckpointError(f"{STATE} is not the state of a checkpoint")
+    return cast(dict[str, Any], document)
+
+
+def is_step(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def is_group(group: Any) -> bool:
+    """Whether this can be a group of an optimizer, as `read_groups` writes it."""
+    kinds = {"parameters": list, "options": dict, "state": dict}
+    return all(isinstance(group[name], kind) for name, kind in kinds.items())
 
 
 def only(tensors: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -253,24 +300,45 @@ def steps(folder: Path) -> dict[int, Path]:
 def latest(
     folder: Path, *, report: Callable[[str], None] = warnings.warn, hashes: bool = True
 ) -> Path | None:
-    """The newest checkpoint that is whole. Of each newer one rank 0 reports, in a line, why it is
-    passed over."""
+    """The newest valid checkpoint, or None where there are no checkpoints. For each newer one that
+    is damaged, rank 0 reports why it is skipped. If all are damaged, this raises a CheckpointError:
+    a run that began again at step 0 would overwrite what is left of the old one."""
     ranks = Ranks()
+    damaged: list[str] = []
     for path in ranks.share([*reversed(steps(folder).values())]):
         try:
             manifest.verify(path, hashes=hashes)
+            read_document(path)
         except CheckpointError as error:
+            damaged.append(str(error))
             if ranks.first:
-                report(f"{error}; it is passed over")
+                report(f"{error}; skipping it")
         else:
             return path
+    if damaged:
+        raise CheckpointError(
+            f"no valid checkpoint in {folder}, {len(damaged)} damaged (the newest: {damaged[0]}); "
+            "restore one from a backup; to start over, remove the run folder or choose another "
+            "--out"
+        )
     return None
 
 
-def prune(folder: Path, *, keep_last: int, best: int | None = None) -> list[Path]:
+def sweep(folder: Path) -> None:
+    """Delete what a killed `prune` has left. Safe while a checkpoint is being written."""
+    ranks = Ranks()
+    with ranks.together(f"{folder} cannot be cleaned up"):
+        if ranks.first:
+            folders.sweep(Path(folder), "step-*", folders.DELETED)
+
+
+def prune(
+    folder: Path, *, keep_last: int, best: int | None = None, newest: int | None = None
+) -> list[Path]:
     """Delete all but the last `keep_last` checkpoints and that of the step `best`.
 
-    Damaged ones (by their sizes) do not count, and are left for their owner to look into.
+    Damaged ones (by their sizes and state) do not count, and are left for their owner to look into;
+    so are those of a step after `newest`, if given.
     """
     if keep_last < 1:
         raise CheckpointError(f"keep_last={keep_last} must be at least 1")
@@ -278,7 +346,11 @@ def prune(folder: Path, *, keep_last: int, best: int | None = None) -> list[Path
     removed: list[Path] = []
     with ranks.together(f"checkpoints in {folder} cannot be pruned"):
         if ranks.first:
-            whole = {step: path for step, path in steps(folder).items() if is_whole(path)}
+            whole = {
+                step: path
+                for step, path in steps(folder).items()
+                if (newest is None or step <= newest) and is_whole(path)
+            }
             for step in [*whole][:-keep_last]:
                 if step != best:
                     folders.remove(whole[step])
@@ -289,6 +361,7 @@ def prune(folder: Path, *, keep_last: int, best: int | None = None) -> list[Path
 def is_whole(path: Path) -> bool:
     try:
         manifest.check_sizes(path)
+        parse_document(path)
     except (CheckpointError, OSError):
         return False
     return True

@@ -23,13 +23,13 @@ def draw_loss(rows: list[Row], path: Path, title: str, unit: str = "tokens") -> 
         alpha=0.6,
         label="training" if window == 1 else f"training, mean of {window} steps",
     )
-    validated = [r for r in rows if "val_loss" in r]
-    axes.plot(
-        [r["tokens"] for r in validated],
-        [r["val_loss"] for r in validated],
-        marker="o",
-        label="held out",
-    )
+    if validated := [r for r in rows if "val_loss" in r]:
+        axes.plot(
+            [r["tokens"] for r in validated],
+            [r["val_loss"] for r in validated],
+            marker="o",
+            label="held out",
+        )
     for before, after in pairwise(rows):
         if after.get("stage") != before.get("stage"):
             axes.axvline(before["tokens"], color="grey", linewidth=0.8, linestyle="--")

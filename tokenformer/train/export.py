@@ -1,5 +1,6 @@
 """The model of a run as a Hugging Face folder, which the Auto classes load."""
 
+import shutil
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
+from tokenformer.models.model_card import CARD, is_edited, write_card
 from tokenformer.train import folder as folders
+from tokenformer.train.history import run_history
 from tokenformer.train.ranks import CheckpointError, Ranks
 from tokenformer.train.tensors import model_tensors, not_finite, unwrap
 
@@ -17,8 +20,10 @@ def export(model: nn.Module, preprocessor: Any, folder: Path) -> Path:
     """Write the model, and its tokenizer or image processor unless that is None, to `folder`, whole
     or not at all.
 
-    An older export gives way in one instant. Collective: rank 0 gathers the shards of the others, a
-    tensor at a time, and writes.
+    An older export gives way in one instant; a model card in it that was edited is kept. The card
+    tells the history of the run that `folder` is in.
+
+    Collective: rank 0 gathers the shards of the others, a tensor at a time, and writes.
     """
     path, ranks = Path(folder), Ranks()
     task = f"export {path} cannot be written"
@@ -35,7 +40,10 @@ def export(model: nn.Module, preprocessor: Any, folder: Path) -> Path:
         if ranks.first:
             unfinished = folders.start(path, kin=escape(path.name))
             try:
+                if is_edited(path):
+                    shutil.copyfile(path / CARD, unfinished / CARD)
                 write(unwrap(model), whole, preprocessor, unfinished)
+                write_card(unfinished, unwrap(model).config, run_history(path.parent))
                 folders.finish(unfinished, path)
             except BaseException:
                 folders.discard(unfinished)

@@ -22,12 +22,17 @@ def start(path: Path, kin: str) -> Path:
     has room again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    for word in (UNFINISHED, DELETED):
-        for leftover in path.parent.glob(f".{kin}.{word}-*"):
-            shutil.rmtree(leftover)
+    sweep(path.parent, kin, UNFINISHED, DELETED)
     unfinished = hidden(path, UNFINISHED)
     unfinished.mkdir()
     return unfinished
+
+
+def sweep(parent: Path, kin: str, *words: str) -> None:
+    """Delete the hidden folders that killed processes left in `parent`."""
+    for word in words:
+        for leftover in parent.glob(f".{kin}.{word}-*"):
+            delete(leftover)
 
 
 def finish(unfinished: Path, path: Path) -> None:
@@ -38,7 +43,7 @@ def finish(unfinished: Path, path: Path) -> None:
     try:
         unfinished.rename(path)  # also over an empty folder
     except OSError:
-        if not path.is_dir():
+        if not os.path.lexists(path):
             raise
         exchange(unfinished, path)
         sync_path(path.parent)
@@ -48,7 +53,11 @@ def finish(unfinished: Path, path: Path) -> None:
 
 def discard(unfinished: Path) -> None:
     """Delete a folder that will not be finished; what cannot be, the next `start` deletes."""
+    # `ignore_errors` instead of `suppress(OSError)`: an interrupt inside of rmtree may leave it as
+    # an OSError, which must not be lost.
     shutil.rmtree(unfinished, ignore_errors=True)
+    if os.path.lexists(unfinished) and not unfinished.is_dir():
+        unfinished.unlink()
 
 
 def remove(path: Path) -> None:
@@ -56,7 +65,15 @@ def remove(path: Path) -> None:
     if path.exists():
         doomed = hidden(path, DELETED)
         path.rename(doomed)
-        shutil.rmtree(doomed)
+        delete(doomed)
+
+
+def delete(path: Path) -> None:
+    """Delete a folder, or the file or link that stands where a folder should."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def hidden(path: Path, word: str) -> Path:
@@ -70,7 +87,7 @@ def exchange(one: Path, other: Path) -> None:
     names = os.fsencode(one), os.fsencode(other)
     if renameat2 and not renameat2(at_working_folder, names[0], at_working_folder, names[1], swap):
         return
-    between = hidden(other, DELETED)
+    between = hidden(other, UNFINISHED)
     other.rename(between)
     one.rename(other)
     between.rename(one)

@@ -4,7 +4,7 @@ from typing import Any
 
 from tokenformer.data.errors import DataError
 from tokenformer.data.image_batches import ImageReader
-from tokenformer.data.image_sources import load_images
+from tokenformer.data.image_sources import all_splits, load_images
 from tokenformer.data.images import ImageSet
 from tokenformer.models.catalogue import MODELS, blank
 from tokenformer.models.image_processing import TokenformerImageProcessor
@@ -15,6 +15,7 @@ from tokenformer.models.vision_configuration import (
     VisionConfig,
 )
 from tokenformer.train.image_task import ImageTask
+from tokenformer.train.inputs import check_model_options
 from tokenformer.train.options import Recipe
 
 IMAGE_FAMILIES: dict[str, type[Any]] = {
@@ -37,10 +38,19 @@ class ImageMaterials:
                 f"data.images={data.images} and data.corpus={data.corpus} cannot both be trained on"
             )
         self.recipe = recipe
-        splits = load_images(
-            data.images, held_out_share=data.held_out_share, on_corrupt=data.on_corrupt
-        )
-        self.train, self.held_out, self.classes = splits.train, splits.held_out, splits.classes
+        self.train: ImageSet
+        self.held_out: ImageSet | None = None
+        if recipe.run.validate_every == 0 and data.held_out_share == 0:
+            found = all_splits(data.images, data.on_corrupt)
+            if "train" not in found:
+                raise DataError(f"{data.images} has no split train; it has {', '.join(found)}")
+            self.train = found["train"]
+        else:
+            splits = load_images(
+                data.images, held_out_share=data.held_out_share, on_corrupt=data.on_corrupt
+            )
+            self.train, self.held_out = splits.train, splits.held_out
+        self.classes = self.train.classes
 
     def first_model(self) -> Any:
         """The recipe's own: on the meta device, where `distribute` gives it weights, or loaded."""
@@ -57,10 +67,13 @@ class ImageMaterials:
                 )
         given: dict[str, Any] = {**self.class_names, **options.options}
         if options.preset is not None:
-            return blank(config_class.from_preset(options.preset, **given))
-        height, width, channels = self.train.picture(0)[0].shape
-        native = {"image_size": min(height, width), "num_channels": channels}
-        return blank(config_class(**{**native, **given}))
+            config = config_class.from_preset(options.preset, **given)
+        else:
+            height, width, channels = self.train.picture(0)[0].shape
+            native = {"image_size": min(height, width), "num_channels": channels}
+            config = config_class(**{**native, **given})
+        check_model_options(options.options, config_class)
+        return blank(config)
 
     @property
     def class_names(self) -> dict[str, Any]:
@@ -98,7 +111,7 @@ class ImageMaterials:
         return ImageTask(
             model,
             self.reader(self.train, model),
-            self.reader(self.held_out, model),
+            None if self.held_out is None else self.reader(self.held_out, model),
             augmentation=self.recipe.augmentation,
             seed=self.recipe.run.seed,
         )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tokenformer.data.augmentation_options import AugmentationOptions
 from tokenformer.data.image_batches import AwaitedBatch, ImageBatch, ImageReader
 from tokenformer.models.accounting import image_training_flops
+from tokenformer.train.memory import least_activation_bytes
 
 
 class ClassificationLoss(nn.Module):
@@ -34,18 +35,22 @@ class ClassificationLoss(nn.Module):
 class ImageTask:
     model: Any
     pictures: ImageReader
-    held_out: ImageReader
+    held_out: ImageReader | None
+    """None for a run that does not validate."""
     augmentation: AugmentationOptions = field(default_factory=AugmentationOptions)
     seed: int = 0
     module: nn.Module = field(init=False)
     tokens_per_sample: int = field(init=False, default=1)
     flops_per_sample: int = field(init=False)
     chance_loss: float = field(init=False)
+    least_activation_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.module = ClassificationLoss(self.model)
         self.chance_loss = math.log(self.model.config.num_labels)
         self.flops_per_sample = sum(image_training_flops(self.model.config).values())
+        config = self.model.config
+        self.least_activation_bytes = least_activation_bytes(config, config.num_positions)
 
     def batch(self, first_sample: int, count: int) -> ImageBatch:
         return self.pictures.training_batch(first_sample, count, self.seed, self.augmentation)
@@ -54,7 +59,7 @@ class ImageTask:
         self.pictures.expect(first_sample, count, self.seed, self.augmentation)
 
     def validation(self, batch_size: int, count: int) -> list[AwaitedBatch]:
-        return self.held_out.held_out(batch_size, count)
+        return [] if self.held_out is None else self.held_out.held_out(batch_size, count)
 
     def describe(self, loss: float, right: float) -> dict[str, float]:
         return {"val_accuracy": right}

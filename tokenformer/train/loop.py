@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from tokenformer.growth.prefix import set_active_share
+from tokenformer.growth.tokens.prefix import set_active_share
 from tokenformer.train.average import WeightAverage
 from tokenformer.train.distribution import (
     device,
@@ -26,6 +26,7 @@ from tokenformer.train.distribution import (
     largest,
     total,
 )
+from tokenformer.train.memory import check_memory, explained_memory
 from tokenformer.train.mesh import make_mesh
 from tokenformer.train.metrics import Row
 from tokenformer.train.nested import NestedDropout
@@ -89,7 +90,12 @@ class Loop:
         """Called with the number of the step, counted from 1 in this stage, before it is made."""
         share = run.batch_size // self.ranks.count
         self.micro_batch_size = min(run.micro_batch_size or share, share)
-        self.held_out = task.validation(self.micro_batch_size, run.validation_sequences)
+        check_memory(task.least_activation_bytes, self.micro_batch_size, run, self.device)
+        self.held_out = (
+            task.validation(self.micro_batch_size, run.validation_sequences)
+            if run.validate_every
+            else []
+        )
 
     def steps(self) -> Iterator[Row]:
         """Train from where `progress` stands to the last step, yielding a row after each.
@@ -105,11 +111,12 @@ class Loop:
         step = self.progress.step + 1
         for prepare in self.before_step:
             prepare(step - self.first_step)
-        rate = self.peak_rate * rate_factor(step - self.first_step, self.run.steps, self.schedule)
+        rate = self.rate(step)
         set_rate(self.optimizer, rate)
         if self.nested is not None:
             self.nested.apply(self.task.model, step)
-        loss, norm = self.gradients()
+        with explained_memory(self.micro_batch_size, self.device):
+            loss, norm = self.gradients()
         if self.nested is not None:
             set_active_share(self.task.model, None)
         self.progress.samples += self.run.batch_size
@@ -128,13 +135,22 @@ class Loop:
             row["problem"] = problem
         self.optimizer.zero_grad()
         row["tokens"], row["flops"] = self.progress.tokens, self.progress.flops
-        if problem is None and (step % self.run.validate_every == 0 or step == self.last_step):
-            means = self.measure()
+        if problem is None and self.is_validated(step):
+            with explained_memory(self.micro_batch_size, self.device):
+                means = self.measure()
             row["val_loss"] = means[0]
             row |= self.task.describe(*means)
         self.progress.seconds += time.perf_counter() - start
         row["seconds"] = self.progress.seconds
         return row
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step of the run."""
+        return self.peak_rate * rate_factor(step - self.first_step, self.run.steps, self.schedule)
+
+    def is_validated(self, step: int) -> bool:
+        every = self.run.validate_every
+        return every > 0 and (step % every == 0 or step == self.last_step)
 
     def gradients(self) -> tuple[float, float]:
         """Clipped gradients of the next global batch; returns its loss and their norm before."""

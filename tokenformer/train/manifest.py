@@ -1,12 +1,13 @@
 """The list of a checkpoint's files with their sizes and SHA-256, and the check of both."""
 
-import hashlib
+import _thread
 import json
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tokenformer.data.shards import sync_path
+from tokenformer.files import sha256
 from tokenformer.train.ranks import CheckpointError, Ranks
 from tokenformer.train.storage import SUFFIX
 
@@ -20,11 +21,39 @@ def entries(folder: Path, name: str) -> Entries:
     file = folder / name
     if not file.exists():
         return {}
-    with ThreadPoolExecutor(1) as aside:  # the disk and the processor at once
-        syncing = aside.submit(sync_path, file)
-        digest = sha256(file)
-        syncing.result()
+    wait = sync_aside(file)  # overlaps with hashing
+    digest = sha256(file)
+    wait()
     return {name: {"size": file.stat().st_size, "sha256": digest}}
+
+
+def sync_aside(file: Path) -> Callable[[], None]:
+    """Start to sync a file in a thread; the function returned waits for it and raises its error.
+
+    A bare thread and a bare lock, because Ctrl-C may arrive at any moment. A `threading.Thread` or
+    an executor that is freed here runs weakref callbacks, in which Python ignores exceptions, so
+    that a KeyboardInterrupt is lost; one that is kept holds Python-level locks, which an interrupt
+    can leave locked.
+    """
+    errors: list[OSError] = []
+    done = _thread.allocate_lock()
+    done.acquire()
+
+    def sync() -> None:
+        try:
+            sync_path(file)
+        except OSError as error:
+            errors.append(error)
+        finally:
+            done.release()
+
+    def wait() -> None:
+        done.acquire()
+        if errors:
+            raise errors[0]
+
+    _thread.start_new_thread(sync, ())
+    return wait
 
 
 def write(folder: Path, files: Entries) -> None:
@@ -69,16 +98,8 @@ def read(folder: Path) -> Entries:
         complete = all({"size", "sha256"} <= entry.keys() for entry in listed.values())
     except FileNotFoundError:
         raise CheckpointError(f"{MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{MANIFEST} is torn or altered") from None
     if version != 1 or not complete:
         raise CheckpointError(f"{MANIFEST} is of format {version}; this version reads format 1")
     return listed
-
-
-def sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

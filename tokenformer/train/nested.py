@@ -12,8 +12,8 @@ does every process of it. Validate with `set_active_share(model, None)`, or at e
 from dataclasses import dataclass
 from typing import Any
 
-from tokenformer.growth.plan import check_share
-from tokenformer.growth.prefix import set_active_share
+from tokenformer.growth.tokens.prefix import set_active_share
+from tokenformer.growth.tokens.token_counts import check_share
 from tokenformer.models.seeds import named_seed
 
 

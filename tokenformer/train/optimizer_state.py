@@ -78,8 +78,11 @@ def read_groups(model: nn.Module, optimizer: Optimizer) -> Groups:
     return groups
 
 
-def match_groups(model: nn.Module, optimizer: Optimizer, saved: Groups) -> Groups:
-    """For each group of the optimizer the saved one its parameters were in."""
+def match_groups(
+    model: nn.Module, optimizer: Optimizer, saved: Groups, *, hyperparameters: bool = True
+) -> Groups:
+    """For each group of the optimizer the saved one its parameters were in; those that differ in
+    nothing but `hyperparameters` may be one group now if these are not wanted."""
     places = {name: index for index, group in enumerate(saved) for name in group["parameters"]}
     named_groups = optimizer_parameters(model, optimizer)
     matched = []
@@ -88,7 +91,7 @@ def match_groups(model: nn.Module, optimizer: Optimizer, saved: Groups) -> Group
         if unknown:
             raise CheckpointError(f"it has no optimizer state for {unknown[0]}")
         homes = sorted({places.pop(name) for name in named})
-        options = [saved[home]["options"] for home in homes] or [{}]
+        options = [saved[home]["options"] for home in homes if hyperparameters] or [{}]
         if any(other != options[0] for other in options):
             raise CheckpointError(
                 f"group {index} of the optimizer mixes parameters of the saved groups {homes}"

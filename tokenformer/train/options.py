@@ -14,7 +14,8 @@ class ModelOptions:
     preset: str | None = None
     """A published size; `options` change it."""
     start_from: str | None = None
-    """A model folder to go on from, instead of fresh weights."""
+    """A model folder or run folder to train further, instead of fresh weights. A trained model
+    needs a lower learning rate than a fresh one."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of TokenformerConfig or TransformerConfig, of images TokenformerVisionConfig or
     TransformerVisionConfig. The vocabulary is the corpus's, the classes are those of the images."""
@@ -120,21 +121,25 @@ class RunOptions:
     """Train prefixes of the tokens too: each step with one of these shares of them, such as
     [0.25, 0.5, 1.0], so that a prefix is a working smaller model."""
     validate_every: int = 100
+    """Steps between validations; 0 for none, also where the data has no split to validate on."""
     validation_sequences: int = 64
     checkpoint_every: int = 200
     keep_last: int = 2
     """Checkpoints kept, besides the best one."""
     on_spike: Literal["stop", "skip", "rollback"] = "stop"
-    """At a loss or gradient that is not finite, or a loss far above the recent ones."""
+    """What to do at a loss or gradient that is not finite, or a loss far above the recent ones."""
     spike_factor: float = 3.0
     """A loss this many times the recent mean is a spike."""
-    log_to: list[str] = field(default_factory=lambda: ["tensorboard"])
-    """Reporters besides metrics.jsonl: tensorboard, wandb, trackio; each must be installed."""
+    log_to: list[str] | str = field(default_factory=lambda: ["tensorboard"])
+    """Reporters besides metrics.jsonl: tensorboard, wandb, trackio, or [] for none; each must be
+    installed."""
 
     def __post_init__(self) -> None:
-        require(self, 1, "steps", "batch_size", "validate_every", "validation_sequences")
+        if isinstance(self.log_to, str):
+            self.log_to = [name.strip() for name in self.log_to.split(",")]
+        require(self, 1, "steps", "batch_size", "validation_sequences")
         require(self, 1, "checkpoint_every", "keep_last")
-        require(self, 0, "seed")
+        require(self, 0, "seed", "validate_every")
         require(self, 1, "tensor_parallel")
         if self.tensor_parallel > 1:
             self._check_tensor_parallel()

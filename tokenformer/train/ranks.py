@@ -9,11 +9,15 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tokenformer.errors import TokenformerError
+
 T = TypeVar("T")
 
 
-class CheckpointError(Exception):
+class CheckpointError(TokenformerError):
     """A checkpoint cannot be written, read or trusted; one line says which and why."""
+
+    exit_code = 1
 
 
 class Ranks:
@@ -59,13 +63,21 @@ class Ranks:
         except CheckpointException as caught:  # torch's, which is no Exception, raised on all ranks
             culprit, (error, _) = next(iter(caught.failures.items()))
         except Exception as caught:
-            error = caught
+            error = interrupt_behind(caught) or caught
         problems = self.gather(None if error is None else (culprit, reason(error)))
         if error is not None and not isinstance(error, Exception):
-            raise error  # Ctrl-C, which torch's took for a failure of its own
+            raise error  # Ctrl-C, which torch or shutil replaced by an error of its own
         for rank, problem in filter(None, problems):
             where = f" (rank {rank})" if self.count > 1 else ""
             raise CheckpointError(f"{task}: {problem}{where}") from error
+
+
+def interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:
+    """The Ctrl-C during whose handling `error` was raised, as by shutil.rmtree in its clean-up."""
+    context = error.__context__
+    while context is not None and not isinstance(context, KeyboardInterrupt):
+        context = context.__context__
+    return context
 
 
 def reason(error: BaseException) -> str:

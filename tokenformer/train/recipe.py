@@ -1,43 +1,196 @@
-"""The record of a recipe in its run's folder, which the run goes on by."""
+"""Recipe files: YAML that is read within bounds, its mistakes named by file and line.
 
-from dataclasses import asdict
+    check_recipe(Path("recipes/laptop/text.yaml"))     # raises RecipeError at a mistake
+
+The parser of the command line reads a recipe too, but says neither the line of a mistake nor stops
+at a file that expands to gigabytes. No torch here: a mistake is refused before torch is imported.
+"""
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from tokenformer.data.shards import write_whole
+from tokenformer.errors import TokenformerError
+from tokenformer.files import exists, missing
 from tokenformer.train.options import Recipe
 
 CONFIG = "config.yaml"
-FIXED = ("model", "data", "augmentation")
-"""Sections that a run cannot change once it has begun."""
+"""The record of a run, in its folder: the recipe it is trained by."""
+COMMAND_OPTIONS = ("out", "max_steps", "override")
+"""Options of `tokenformer train` besides the sections of a recipe."""
+MOST_BYTES = 1 << 18
+MOST_VALUES = 20_000
+WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
+BOOLEANS = ("true", "false", "yes", "no", "on", "off")
 
 
-def check_record(recipe: Recipe, folder: Path) -> None:
-    """Refuse a recipe in the folder of a run of another one."""
-    path = folder / CONFIG
-    if not path.exists():
+class RecipeError(TokenformerError, ValueError):
+    """A recipe, or the record of a run, cannot be read or does not say what it should."""
+
+
+def check_recipe(path: Path) -> None:
+    """Refuse a recipe with an unknown option, a value of the wrong type or no valid YAML."""
+    node = Document(path).node
+    if not isinstance(node, yaml.MappingNode):
+        raise RecipeError(f"{path} is not a recipe: it must hold sections such as model, data, run")
+    check_section(path, node, Recipe, "", extra=COMMAND_OPTIONS)
+
+
+def read_mapping(path: Path, remedy: str = "") -> dict[str, Any]:
+    """A YAML file that holds a mapping. `remedy` ends the message where it does not."""
+    try:
+        value = Document(path).value()
+    except RecipeError as error:
+        raise RecipeError(f"{error}{remedy}") from None
+    if not isinstance(value, dict):
+        raise RecipeError(f"{path} is damaged: it holds no sections{remedy}")
+    return value
+
+
+class Document:
+    """One YAML file as a tree of nodes that know their lines."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.loader = yaml.SafeLoader(read_text(path))
+        try:
+            self.node = self.loader.get_single_node()
+            size = expanded_size(self.node)
+        except yaml.YAMLError as error:
+            raise RecipeError(invalid(path, error)) from None
+        except RecursionError:
+            raise RecipeError(f"{path} is nested too deeply") from None
+        if size > MOST_VALUES:
+            raise RecipeError(
+                f"{path} expands to more than {MOST_VALUES:,} values by its aliases (*name); "
+                "write out the ones it needs"
+            )
+
+    def value(self) -> Any:
+        if self.node is None:
+            return None
+        try:
+            return self.loader.construct_document(self.node)
+        except yaml.YAMLError as error:
+            raise RecipeError(invalid(self.path, error)) from None
+
+
+def read_text(path: Path) -> str:
+    if not exists(path):
+        raise RecipeError(missing(path))
+    if not path.is_file():
+        raise RecipeError(f"{path} is a folder; name a YAML file")
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise RecipeError(f"{path} is larger than {MOST_BYTES // 1024} kB; it is no recipe")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise RecipeError(f"{path} is not UTF-8 text") from None
+
+
+def invalid(path: Path, error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    line = "" if mark is None else f", line {mark.line + 1}"
+    problem = getattr(error, "problem", None) or str(error)
+    return f"{path}{line}: not valid YAML: {' '.join(problem.split())}"
+
+
+def expanded_size(root: yaml.Node | None) -> int:
+    """Values in a document with every alias written out, counted without writing them out."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = MOST_VALUES + 1  # for a node that contains itself
+            sizes[id(node)] = 1 + sum(size(child) for child in children(node))
+        return sizes[id(node)]
+
+    return 0 if root is None else size(root)
+
+
+def children(node: yaml.Node) -> Iterator[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        for pair in node.value:
+            yield from pair
+    elif isinstance(node, yaml.SequenceNode):
+        yield from node.value
+
+
+def check_section(
+    path: Path, node: yaml.MappingNode, options: type, where: str, extra: tuple[str, ...] = ()
+) -> None:
+    hints = get_type_hints(options)
+    names = [field.name for field in fields(options)]
+    seen: set[str] = set()
+    for key, value in node.value:
+        name, place = str(key.value), f"{path}, line {key.start_mark.line + 1}"
+        if name == "<<":  # another mapping, merged into this one
+            continue
+        if name in seen:
+            raise RecipeError(f"{place}: {where}{name} is given twice")
+        seen.add(name)
+        if name in names:
+            check_value(path, value, hints[name], where + name)
+        elif name.partition(".")[0] not in (*names, *extra):
+            raise RecipeError(f"{place}: {where}{name} is not an option{meant(name, where, names)}")
+
+
+def check_value(path: Path, node: yaml.Node, hint: Any, name: str) -> None:
+    """Refuse a value that cannot be of its option's type; in doubt the parser decides."""
+    choices = [hint] if get_origin(hint) not in (Union, UnionType) else list(get_args(hint))
+    if not isinstance(node, yaml.ScalarNode):
+        for choice in choices:
+            if is_dataclass(choice) and isinstance(node, yaml.MappingNode):
+                check_section(path, node, choice, f"{name}.")  # type: ignore[arg-type]
+            if get_origin(choice) is list and isinstance(node, yaml.SequenceNode):
+                for index, entry in enumerate(node.value):
+                    check_value(path, entry, get_args(choice)[0], f"{name}[{index}]")
         return
-    before, given = yaml.safe_load(path.read_text()), plain(asdict(recipe))
-    for section in FIXED:
-        known = before.get(section, {})  # an older record may lack options of today
-        for name, value in given[section].items():
-            if name in known and known[name] != value:
-                raise ValueError(
-                    f"{folder} holds a run with {section}.{name} = {known[name]!r}, not "
-                    f"{value!r}; name another --out"
-                )
+    problems = [expected(node, choice) for choice in choices]
+    if all(problems):
+        place = f"{path}, line {node.start_mark.line + 1}"
+        told = " or ".join(problem for problem in problems if problem)
+        raise RecipeError(f"{place}: {name} is {node.value!r}; expected {told}")
 
 
-def record(recipe: Recipe, folder: Path) -> None:
-    """Keep the recipe beside its run."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / CONFIG, yaml.safe_dump(plain(asdict(recipe)), sort_keys=False))
+def expected(node: yaml.ScalarNode, hint: Any) -> str:
+    """What is expected instead of this value; nothing if it may be right."""
+    text = str(node.value)
+    if get_origin(hint) is Literal:
+        choices = [str(choice) for choice in get_args(hint)]
+        return "" if text in choices else f"one of {', '.join(choices)}"
+    if hint is bool:
+        return "" if text.lower() in BOOLEANS else WORDS[bool]
+    if hint in (int, float):
+        try:
+            hint(text.replace("_", ""))
+        except ValueError:
+            return WORDS[hint]
+    if hint is NoneType:
+        return "" if text.lower() in ("", "~", "null", "none") else "null"
+    return ""
 
 
-def plain(value: Any) -> Any:
-    """Tuples as lists, which YAML can write without tags."""
-    if isinstance(value, dict):
-        return {key: plain(entry) for key, entry in value.items()}
-    return [plain(entry) for entry in value] if isinstance(value, list | tuple) else value
+def meant(name: str, where: str, names: list[str]) -> str:
+    """`; did you mean run.steps?`: an option like it in this section, else of that name in any."""
+    if near := difflib.get_close_matches(name, names, n=1):
+        return f"; did you mean {where}{near[0]}?"
+    sections = {
+        f.name: t for f in fields(Recipe) if is_dataclass(t := get_type_hints(Recipe)[f.name])
+    }
+    found = [
+        f"{section}.{field.name}"
+        for section, options in sections.items()
+        for field in fields(options)
+        if field.name == name
+    ]
+    if found:
+        return f"; did you mean {' or '.join(found)}?"
+    return f"; there are {', '.join(names)}" if len(names) < 12 else ""

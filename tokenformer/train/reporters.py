@@ -2,7 +2,7 @@
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,14 +46,14 @@ def reporter(name: str, folder: Path, config: dict[str, Any], first_step: int) -
     )
 
 
-def check_reporters(names: list[str]) -> None:
+def check_reporters(names: Iterable[str]) -> None:
     """Refuse a reporter that is unknown or not installed, before the work begins."""
     for name in names:
         if name not in ("tensorboard", *TRACKERS):
             choices = ", ".join(("tensorboard", *TRACKERS))
-            raise ValueError(f"log_to: {name!r} is unknown; choose from {choices}")
+            raise ValueError(f"run.log_to: {name!r} is unknown; choose from {choices}")
         if importlib.util.find_spec(name) is None:
-            raise ValueError(f"log_to: {name} is not installed; `pip install {name}` gets it")
+            raise ValueError(f"run.log_to: {name} is not installed; pip install {name}")
 
 
 def numbers(row: Row) -> dict[str, float]:

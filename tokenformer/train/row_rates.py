@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tokenformer.growth.tokens import layers_of
+from tokenformer.growth.tokens.token_set import token_layers
 from tokenformer.train.weights import part_of
 
 
@@ -24,7 +24,7 @@ class RowRates:
         rate_of = getattr(model.config, "row_rates", None)
         if rate_of is None:
             return
-        for place, layer in layers_of(model).values():
+        for place, layer in token_layers(model).values():
             rates = rate_of(*place)
             if rates is not None:
                 for parameter in (layer.key_tokens, layer.value_tokens):

@@ -6,7 +6,6 @@ Every checkpoint is complete or absent, and metrics are cut back to the one a ru
 run that was killed at any moment ends as if it had not been.
 """
 
-import json
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,8 +16,7 @@ from typing import Any
 
 import torch
 
-from tokenformer.data.shards import write_whole
-from tokenformer.models.catalogue import blank
+from tokenformer.growth.report import GrowthReport
 from tokenformer.train import checkpoint
 from tokenformer.train.background import AsyncSaver
 from tokenformer.train.curve import draw_loss
@@ -26,20 +24,41 @@ from tokenformer.train.distribution import largest
 from tokenformer.train.export import export
 from tokenformer.train.loop import Loop, Progress
 from tokenformer.train.materials import Materials, materials_of
-from tokenformer.train.metrics import Row
+from tokenformer.train.metrics import (
+    Row,
+    cut_metrics,
+    disk_errors,
+    metrics_writer,
+    read_metrics,
+)
 from tokenformer.train.options import Recipe
 from tokenformer.train.ranks import CheckpointError, Ranks
-from tokenformer.train.recipe import check_record, record
+from tokenformer.train.recipe import RecipeError
+from tokenformer.train.record import CHECKPOINTS, METRICS, MODEL, PICTURE, Record, check_folder
 from tokenformer.train.reporters import check_reporters, reporter
 from tokenformer.train.scale import ScaleAnneal
-from tokenformer.train.seam import check_growth, grow_checkpoint, make_loop
+from tokenformer.train.seam import (
+    check_growth,
+    grow_checkpoint,
+    load_checkpoint,
+    make_loop,
+    saved_model,
+)
 from tokenformer.train.spikes import TrainingError
 from tokenformer.train.stages import plan
 
-METRICS = "metrics.jsonl"
-CHECKPOINTS = "checkpoints"
-MODEL = "model"
 MOST_PROBLEMS = 10
+NEEDED = {
+    "step": int,
+    "stage": int,
+    "config": dict,
+    "progress": dict,
+    "best": object,
+    "recent": list,
+    "scaler": dict,
+    "threads": int,
+}
+"""What a run needs of the state in a checkpoint to resume from it."""
 
 
 class StoppedError(Exception):
@@ -62,23 +81,34 @@ class Run:
         self.ranks = Ranks()
         self.checkpoints = folder / CHECKPOINTS
         self.best: tuple[float, int] | None = None
+        self.growth: GrowthReport | None = None
+        """Of a growth that `go` has yet to record."""
+        self.newest: int | None = None
+        """The step of the newest checkpoint that was verified or written."""
+        self.resumed: Path | None = None
+        """The checkpoint that the run continues from."""
         self.stop_signal = 0
         self.problems = 0
         self.loop = self.open()
 
     def go(self, on_step: Callable[[Row], None]) -> None:
+        """Train to the end. A run at its end is left as it is, one past it too."""
+        if self.is_concluded:
+            return
         if self.ranks.first:
             self.folder.mkdir(parents=True, exist_ok=True)
-            cut_metrics(self.folder / METRICS, self.loop.progress.step)
+            cut_metrics(self.folder / METRICS, self.loop.progress.step, self.report)
         with ExitStack() as stack:
             saver = stack.enter_context(AsyncSaver())
             stack.enter_context(self.signals())
             write = stack.enter_context(metrics_writer(self.folder / METRICS, self.ranks))
             reports = [stack.enter_context(context) for context in self.reporters()]
+            start_loss = self.start_loss()
             while not self.finished:
                 if self.stage_is_over:
                     saver.wait()
                     self.loop = self.open()
+                self.record_growth()
                 row = self.loop.step()
                 if len(self.stages) > 1:
                     row["stage"] = self.stage.index + 1
@@ -90,6 +120,9 @@ class Run:
                 for report in (*reports, on_step):
                     report(row)
                 self.remember(row)
+                if start_loss is not None and "val_loss" in row:
+                    self.compare_with_start(start_loss, row)
+                    start_loss = None
                 step = self.loop.progress.step
                 stop = largest(self.stop_signal)
                 if stop or self.is_kept(step):
@@ -101,6 +134,24 @@ class Run:
         self.prune()
         self.conclude()
 
+    def start_loss(self) -> float | None:
+        """The held-out loss of the model that the run starts from, if it was trained before."""
+        if self.resumed is not None or self.recipe.model.start_from is None:
+            return None
+        if not self.recipe.run.validate_every:
+            return None
+        loss = self.loop.validate()
+        self.report(f"Held-out loss of {self.recipe.model.start_from}: {loss:.3f}")
+        return loss
+
+    def compare_with_start(self, loss: float, row: Row) -> None:
+        if row["val_loss"] > loss:
+            self.report(
+                f"Warning: the held-out loss rose from {loss:.3f} to {row['val_loss']:.3f} in "
+                f"{row['step']} steps; the learning rate may be too high for a trained model: "
+                "lower optimizer.learning_rate or lengthen schedule.warmup_steps"
+            )
+
     def reporters(self) -> list[Any]:
         if not self.ranks.first:
             return []
@@ -109,20 +160,37 @@ class Run:
 
     @property
     def stage_is_over(self) -> bool:
-        return self.loop.progress.step == self.stage.last_step
+        return self.loop.progress.step >= self.stage.last_step
 
     @property
     def finished(self) -> bool:
-        return self.loop.progress.step == self.stages[-1].last_step
+        return self.loop.progress.step >= self.last_step
+
+    @property
+    def last_step(self) -> int:
+        return self.stages[-1].last_step
+
+    @property
+    def is_concluded(self) -> bool:
+        """Whether there is nothing left to do: the run is past its end, or at it with the last
+        checkpoint exported and drawn, which a kill may have prevented."""
+        if not self.finished or self.resumed is None:
+            return False
+        past = self.loop.progress.step > self.last_step
+        drawn = self.folder / PICTURE
+        exported = (self.folder / MODEL).is_dir() and drawn.exists()
+        saved = self.resumed.stat().st_mtime_ns
+        return self.ranks.share(past or (exported and drawn.stat().st_mtime_ns >= saved))
 
     def is_kept(self, step: int) -> bool:
         """Whether there is to be a checkpoint after this step."""
         return step % self.recipe.run.checkpoint_every == 0 or self.stage_is_over
 
     def open(self) -> Loop:
-        """The loop that goes on from the last checkpoint, or begins. Where a stage is over, the
-        model grows into the next."""
+        """The loop that goes on from the last checkpoint, or begins. Where a stage is over and
+        there are steps left to train, the model grows into the next. Writes nothing."""
         path = checkpoint.latest(self.checkpoints, report=self.report)
+        checkpoint.sweep(self.checkpoints)
         if path is None:
             self.stage, self.anneal = self.stages[0], None
             model = self.materials.first_model()
@@ -130,30 +198,28 @@ class Run:
             loop = make_loop(self.stage, model, self.materials)
             loop.task.model.train()
             return loop
-        state = checkpoint.read_state(path)
+        self.resumed = path
+        state = checkpoint.read_state(path, NEEDED)
+        self.newest = state["step"]
         before = self.stages[self.stage_of(state, path)]
-        over = state["step"] >= before.last_step
-        self.stage = self.stages[min(before.index + over, len(self.stages) - 1)]
+        grows = before.last_step <= state["step"] < self.last_step
+        self.stage = self.stages[before.index + grows]
         if self.stage is before:
-            loop = make_loop(before, blank(state["config"]), self.materials)
+            loop = make_loop(before, saved_model(path, state["config"]), self.materials)
             self.anneal = self.annealed(loop, state.get("scales_began"))
-            extra = {} if loop.average is None else loop.average.stored()
-            model, optimizer = loop.task.model, loop.optimizer
-            checkpoint.load(path, model=model, optimizer=optimizer, extra=extra, hashes=False)
+            load_checkpoint(path, loop.task.model, loop.optimizer, loop.average)
             loop.watch.recent.extend(state["recent"])
         else:
-            loop, report = grow_checkpoint(
+            loop, self.growth = grow_checkpoint(
                 path, state["config"], before, self.stage, self.materials
             )
             self.anneal = self.annealed(loop)
-            self.report(f"stage {self.stage.index + 1}: {report}")
-            if self.ranks.first:
-                report.save(self.folder / f"growth-{self.stage.index + 1}.json")
+            self.report(f"stage {self.stage.index + 1}: {self.growth}")
         loop.mesh.share_generators()
         loop.progress = Progress(**state["progress"])
         loop.task.model.train()
         self.best = None if state["best"] is None else (state["best"][0], state["best"][1])
-        if loop.scaler.is_enabled():
+        if loop.scaler.is_enabled() and state["scaler"]:  # empty if the run was not in fp16
             loop.scaler.load_state_dict(state["scaler"])
         threads = torch.get_num_threads()
         if state["threads"] != threads:
@@ -163,12 +229,25 @@ class Run:
             )
         return loop
 
+    def record_growth(self) -> None:
+        if self.growth is not None and self.ranks.first:
+            self.growth.save(self.folder / f"growth-{self.stage.index + 1}.json")
+        self.growth = None
+
     def stage_of(self, state: dict[str, Any], path: Path) -> int:
-        if state["stage"] >= len(self.stages):
+        stage, step = int(state["stage"]), state["step"]
+        if step >= self.last_step:
+            return min(stage, len(self.stages) - 1)  # nothing will be trained
+        if stage >= len(self.stages):
             raise CheckpointError(
-                f"{path} is of stage {state['stage'] + 1}; the recipe has {len(self.stages)}"
+                f"{path} is of stage {stage + 1}; the recipe has {len(self.stages)}"
             )
-        return int(state["stage"])
+        if step > (end := self.stages[stage].last_step):
+            raise RecipeError(
+                f"{self.folder} is at step {step}, in stage {stage + 1}, which ends at step {end} "
+                f"in this recipe; give stage {stage + 1} at least {step - end} more steps"
+            )
+        return stage
 
     def annealed(self, loop: Loop, start: Any = None) -> ScaleAnneal | None:
         grow = self.stage.grow
@@ -198,12 +277,18 @@ class Run:
         }
         extra = {} if self.loop.average is None else self.loop.average.stored()
         saver.save(self.checkpoints, model=model, optimizer=optimizer, state=state, extra=extra)
+        if self.newest is None:
+            saver.wait()  # an export without a checkpoint would look like another's model
+        self.newest = progress.step
         if not self.finished:
             self.export()
 
     def prune(self) -> None:
+        """Delete old checkpoints, once a save under way is written. Only sizes are checked here, so
+        those newer than the one that the run continued from do not count: they are damaged."""
         best = None if self.best is None else self.best[1]
-        checkpoint.prune(self.checkpoints, keep_last=self.recipe.run.keep_last, best=best)
+        keep_last = self.recipe.run.keep_last
+        checkpoint.prune(self.checkpoints, keep_last=keep_last, best=best, newest=self.newest)
 
     def remember(self, row: Row) -> None:
         """The best step, among those that will have a checkpoint."""
@@ -243,13 +328,14 @@ class Run:
     def conclude(self) -> None:
         self.export()
         if self.ranks.first:
-            rows = read_metrics(self.folder / METRICS)
-            draw_loss(
-                [r for r in rows if "problem" not in r],
-                self.folder / "loss.png",
-                self.folder.name,
-                self.materials.unit,
-            )
+            rows = read_metrics(self.folder / METRICS, self.report)
+            with disk_errors(self.folder / PICTURE):
+                draw_loss(
+                    [r for r in rows if "problem" not in r and r.keys() >= {"loss", "tokens"}],
+                    self.folder / PICTURE,
+                    self.folder.name,
+                    self.materials.unit,
+                )
 
     @contextmanager
     def signals(self) -> Iterator[None]:
@@ -271,41 +357,13 @@ class Run:
                 signal.signal(number, handler)
 
 
-@contextmanager
-def metrics_writer(path: Path, ranks: Ranks) -> Iterator[Callable[[Row], None]]:
-    if not ranks.first:
-        yield lambda row: None
-        return
-    with path.open("a", buffering=1) as file:
-
-        def write(row: Row) -> None:
-            file.write(json.dumps(row) + "\n")
-
-        yield write
-
-
-def read_metrics(path: Path) -> list[Row]:
-    """The rows, without a last line that a kill has torn."""
-    if not path.exists():
-        return []
-    rows = []
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
-
-
-def cut_metrics(path: Path, step: int) -> None:
-    """Drop the rows of steps that will be made again."""
-    kept = [row for row in read_metrics(path) if row["step"] <= step]
-    write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
-
-
 def run_recipe(recipe: Recipe, folder: Path) -> None:
     """Train as `recipe` says, in `folder`, without a word; from where it was, if it was begun."""
-    check_record(recipe, folder)
+    record = Record(folder)
+    check_folder(folder)
     run = Run(folder, recipe, materials_of(recipe), lambda line: None)
-    record(recipe, folder)
+    step = run.loop.progress.step
+    record.check(recipe, step)
+    if not run.finished:
+        record.write(recipe, step)
     run.go(lambda row: None)

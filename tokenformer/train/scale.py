@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from tokenformer.growth.plan import Place, grown_config, sizes_of
-from tokenformer.growth.tokens import layers_of
+from tokenformer.growth.tokens.token_counts import Place, config_with_tokens, sizes_of
+from tokenformer.growth.tokens.token_set import token_layers
 from tokenformer.models.projection_configuration import PROJECTIONS
 
 
@@ -23,7 +23,7 @@ class ScaleAnneal:
     def __init__(self, model: Any, steps: int, start: dict[str, list[float]] | None = None) -> None:
         """`start`: where the scales began, of a model that was saved on the way."""
         self.model, self.steps = model, steps
-        self.layers = dict(layers_of(model).values())
+        self.layers = dict(token_layers(model).values())
         self.start = start or {
             projection: [model.config.scale(projection, n) for n in range(len(model.model.layers))]
             for projection in PROJECTIONS
@@ -50,7 +50,7 @@ class ScaleAnneal:
     def note(self) -> None:
         config = self.model.config
         scales = {place: self.scale(place) for place in self.layers}
-        config.scale_tokens = grown_config(config, sizes_of(config), scales).scale_tokens
+        config.scale_tokens = config_with_tokens(config, sizes_of(config), scales).scale_tokens
 
     def settle(self) -> None:
         self.note()

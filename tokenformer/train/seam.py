@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tokenformer.data.batches import sample_batch
-from tokenformer.growth.folder import REPORT
 from tokenformer.growth.grow import grow
-from tokenformer.growth.optimizer_state import grow_average, grow_optimizer
-from tokenformer.growth.plan import grown_config, target_sizes
+from tokenformer.growth.grown_optimizer import grow_average, grow_optimizer
+from tokenformer.growth.model_folder import REPORT
 from tokenformer.growth.report import GrowthReport
+from tokenformer.growth.tokens.token_counts import config_with_tokens, target_sizes
 from tokenformer.models.catalogue import blank
 from tokenformer.models.projection_configuration import TokenConfig
 from tokenformer.train import checkpoint, manifest
@@ -28,6 +28,7 @@ from tokenformer.train.loop import Loop
 from tokenformer.train.materials import Materials
 from tokenformer.train.optimizer import make_optimizer
 from tokenformer.train.options import GrowthOptions
+from tokenformer.train.ranks import CheckpointError, reason
 from tokenformer.train.spikes import TrainingError
 from tokenformer.train.stages import Stage
 from tokenformer.train.text_materials import TextMaterials
@@ -39,12 +40,11 @@ def grow_checkpoint(
 ) -> tuple[Loop, GrowthReport]:
     """The loop of the stage `after`, with the model, optimizer and average of `before`, grown."""
     assert after.grow is not None
-    model = blank(config)
+    model = saved_model(path, config)
     draw_weights(model, 0, torch.device("cpu"))  # memory for what is loaded
     optimizer = make_optimizer(model, before.optimizer)
     average = WeightAverage(model, before.run.ema) if before.run.ema is not None else None
-    extra = {} if average is None else average.stored()
-    checkpoint.load(path, model=model, optimizer=optimizer, extra=extra, hashes=False)
+    load_checkpoint(path, model, optimizer, average)
     try:
         larger, report = grow_as_told(model, after.grow, materials)
     except (ValueError, TypeError) as error:
@@ -69,15 +69,31 @@ def grow_checkpoint(
     return loop, report
 
 
+def load_checkpoint(
+    path: Path, model: Any, optimizer: torch.optim.Optimizer, average: WeightAverage | None
+) -> None:
+    """Fill all three from a checkpoint that was verified. The optimizer keeps its hyperparameters,
+    which are the recipe's; an average that the checkpoint lacks starts at the loaded weights."""
+    saved = average is not None and checkpoint.has_extra(path)
+    extra = average.stored() if average is not None and saved else {}
+    checkpoint.load(
+        path, model=model, optimizer=optimizer, extra=extra, hashes=False, hyperparameters=False
+    )
+    if average is not None and not saved:
+        average.restart()
+
+
 def grow_saved(path: Path, out: Path, options: GrowthOptions) -> GrowthReport:
     """A checkpoint of a run, grown with its optimizer and average, as the first checkpoint of a run
     in the folder `out`: `tokenformer train RECIPE --out OUT` goes on with the larger model."""
     manifest.verify(path, hashes=True)
-    document = checkpoint.read_document(path)
-    state = document["state"]
-    model = blank(state["config"])
+    state = checkpoint.read_state(path, {"config": dict})
+    groups = checkpoint.read_document(path)["optimizer"]
+    if groups is None:
+        raise CheckpointError(f"checkpoint {path} has no optimizer state; grow the model folder")
+    model = saved_model(path, state["config"])
     draw_weights(model, 0, torch.device("cpu"))
-    optimizer = saved_optimizer(model, document["optimizer"])
+    optimizer = saved_optimizer(model, groups)
     _, extra = checkpoint.load(path, model=model, optimizer=optimizer, hashes=False)
     larger, report = grow_as_told(model, options)
     grown = grow_optimizer(optimizer, report, state=options.optimizer_state)
@@ -105,6 +121,16 @@ def grow_saved(path: Path, out: Path, options: GrowthOptions) -> GrowthReport:
     return report
 
 
+def saved_model(path: Path, config: dict[str, Any]) -> Any:
+    """The model of a checkpoint, on the meta device."""
+    try:
+        return blank(config)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"checkpoint {path} has no valid model config: {type(error).__name__}: {reason(error)}"
+        ) from None
+
+
 def saved_optimizer(model: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """An optimizer with the groups of a checkpoint, to load its state into."""
     parameters = dict(model.named_parameters())
@@ -122,7 +148,7 @@ def check_growth(config: Any, stages: list[Stage]) -> None:
     for stage in stages:
         if stage.grow is not None and isinstance(config, TokenConfig):
             sizes = target_sizes(config, stage.grow.to, stage.grow.sizes)
-            config = grown_config(config, sizes)
+            config = config_with_tokens(config, sizes)
 
 
 def make_loop(stage: Stage, model: Any, materials: Materials) -> Loop:

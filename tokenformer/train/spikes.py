@@ -4,9 +4,13 @@ import math
 from collections import deque
 from statistics import mean
 
+from tokenformer.errors import TokenformerError
 
-class TrainingError(Exception):
+
+class TrainingError(TokenformerError):
     """Training cannot go on; one line says where and why."""
+
+    exit_code = 1
 
 
 class SpikeWatch:
@@ -32,6 +36,3 @@ class SpikeWatch:
             return f"the loss is {loss:.3f}, more than {self.factor:g} times the usual {usual:.3f}"
         self.recent.append(loss)
         return None
-
-    def forget(self) -> None:
-        self.recent.clear()

@@ -16,6 +16,7 @@ from tokenformer.data.batches import fixed_batches, sample_batch
 from tokenformer.data.token_ids import TokenSequence
 from tokenformer.models.accounting import training_flops
 from tokenformer.train.loss import chunked_cross_entropy
+from tokenformer.train.memory import least_activation_bytes
 
 
 class Batch(Protocol):
@@ -40,6 +41,8 @@ class Task(Protocol):
     """Training FLOPs, forward and backward."""
     chance_loss: float
     """Mean loss of one who guesses evenly, in nats."""
+    least_activation_bytes: int
+    """Bytes that a sample keeps for the backward pass in fp32, at the very least."""
 
     def batch(self, first_sample: int, count: int) -> Batch:
         """Samples by their number since the start of training: a pure function of it."""
@@ -76,7 +79,8 @@ class NextTokenLoss(nn.Module):
 class LanguageTask:
     model: Any
     tokens: TokenSequence
-    validation_tokens: TokenSequence
+    validation_tokens: TokenSequence | None
+    """None for a run that does not validate."""
     length: int
     seed: int = 0
     order: str = "random"
@@ -86,12 +90,14 @@ class LanguageTask:
     tokens_per_sample: int = field(init=False)
     flops_per_sample: int = field(init=False)
     chance_loss: float = field(init=False)
+    least_activation_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.module = NextTokenLoss(self.model)
         self.tokens_per_sample = self.length
         self.chance_loss = math.log(self.model.config.vocab_size)
         self.flops_per_sample = sum(training_flops(self.model.config, self.length).values())
+        self.least_activation_bytes = least_activation_bytes(self.model.config, self.length)
 
     def batch(self, first_sample: int, count: int) -> Tensor:
         return sample_batch(
@@ -107,6 +113,8 @@ class LanguageTask:
         """Token ids are at hand."""
 
     def validation(self, batch_size: int, count: int) -> list[Tensor]:
+        if self.validation_tokens is None:
+            return []
         # One by one, so that which windows they are does not depend on the batch size.
         samples = fixed_batches(
             self.validation_tokens, batch_size=1, length=self.length, count=count

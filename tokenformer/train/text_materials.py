@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from tokenformer.data.corpus import Corpus
+from tokenformer.data.errors import DataError
 from tokenformer.data.model_corpus import open_corpus
 from tokenformer.data.tokenizer import tokenizer_of_file
 from tokenformer.models.catalogue import MODELS, blank
 from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
 from tokenformer.models.loading import load_for_training
+from tokenformer.train.inputs import check_model_options, text_splits
 from tokenformer.train.options import Recipe
 from tokenformer.train.task import LanguageTask
 
@@ -26,14 +27,11 @@ class TextMaterials:
     def __init__(self, recipe: Recipe) -> None:
         from transformers import AutoTokenizer
 
-        if recipe.data.corpus is None:
-            raise ValueError("data.corpus is missing; name a folder made by `tokenformer prepare`")
         self.recipe = recipe
-        self.corpus = Corpus(recipe.data.corpus)
+        self.corpus, self.train, self.held_out = text_splits(recipe)
         self.tokenizer = AutoTokenizer.from_pretrained(
             self.corpus.tokenizer, trust_remote_code=False
         )
-        self.train, self.held_out = self.corpus.split("train"), self.corpus.split("validation")
 
     def first_model(self) -> Any:
         """The recipe's own: on the meta device, where `distribute` gives it weights, or loaded."""
@@ -49,9 +47,13 @@ class TextMaterials:
             "pad_token_id": self.tokenizer.pad_token_id,
             **options.options,
         }
-        if options.preset is not None:
-            return blank(config_class.from_preset(options.preset, **given))
-        return blank(config_class(**given))
+        config = (
+            config_class.from_preset(options.preset, **given)
+            if options.preset is not None
+            else config_class(**given)
+        )
+        check_model_options(options.options, config_class)
+        return blank(config)
 
     def loaded(self, folder: str, model_class: Any) -> Any:
         model = load_for_training(model_class, folder)
@@ -65,12 +67,18 @@ class TextMaterials:
         return self.tokenizer
 
     def task(self, model: Any) -> LanguageTask:
+        if self.corpus.vocab_size > model.config.vocab_size:
+            raise DataError(
+                f"{self.corpus.folder} has a vocabulary of {self.corpus.vocab_size}, the model one "
+                f"of {model.config.vocab_size}; prepare the text with the model's tokenizer"
+            )
+        held_out = self.held_out
         return LanguageTask(
             model,
             self.train,
-            self.held_out,
+            held_out,
             length=self.recipe.data.length,
             seed=self.recipe.run.seed,
             order=self.recipe.data.order,
-            bytes_per_token=self.held_out.bytes / len(self.held_out),
+            bytes_per_token=1.0 if held_out is None else held_out.bytes / len(held_out),
         )

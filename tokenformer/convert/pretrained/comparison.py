@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenformer.convert.pretrained.report import Comparison
-from tokenformer.growth.statistics import evaluating
+from tokenformer.growth.tokens.token_usage import evaluating
 
 LOGITS_AT_ONCE = 1 << 25
 

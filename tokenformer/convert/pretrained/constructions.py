@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenformer.growth.tokens import TokenSet
+from tokenformer.growth.tokens.token_set import TokenSet
 
 BALLAST = 100.0
 """Score of the token that holds the norm, in units of the largest norm the others can have."""

@@ -27,6 +27,7 @@ def convert_transformer(
     steps: int | None = None,
     linear: str = "pair",
     tokenizer: str | None = None,
+    no_verify: bool = False,
     on_progress: Callable[[str], None] = lambda line: None,
 ) -> ConversionReport:
     """`data` is text to fit and measure on, `distill` text to train on towards the source, by
@@ -40,7 +41,7 @@ def convert_transformer(
             "--linear shift is not for --distill: its tokens all have nearly the same weight, and "
             "training moves them together; give --linear pair"
         )
-    original = load(source.path)
+    original = load(source.path, verify=not no_verify)
     found = find_tokenizer(tokenizer, source.folder, original.config.vocab_size)
     encoder = None if found is None else found.tokenizer
     texts = {
@@ -73,14 +74,16 @@ def convert_transformer(
     return report
 
 
-def load(folder: Path) -> Any:
+def load(folder: Path, *, verify: bool = True) -> Any:
     """From safetensors alone."""
     from transformers import AutoModelForCausalLM
 
     import tokenformer  # noqa: F401  # so that the Auto classes know our twin
 
     try:
-        model = load_whole(AutoModelForCausalLM, str(folder), dtype="auto", use_safetensors=True)
+        model = load_whole(
+            AutoModelForCausalLM, str(folder), verify=verify, dtype="auto", use_safetensors=True
+        )
     except IncompleteModelError as error:
         raise ConversionError(str(error)) from None
     return model.to(device()).eval()

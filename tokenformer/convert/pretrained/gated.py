@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenformer.convert.pretrained.constructions import Affine, Site, linear_rows, sealed
-from tokenformer.growth.tokens import TokenSet
+from tokenformer.growth.tokens.token_set import TokenSet
 from tokenformer.ops.theta import l2_gelu
 
 ROWS = 1024

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenformer.convert.pretrained.architectures import Frame
-from tokenformer.growth.statistics import observe
+from tokenformer.growth.tokens.token_usage import observe
 
 MOST_ROWS = 8192
 HELD_BYTES = 1 << 31

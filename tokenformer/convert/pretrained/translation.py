@@ -24,7 +24,7 @@ from tokenformer.convert.pretrained.constructions import (
 from tokenformer.convert.pretrained.gated import gated_output, gated_tokens
 from tokenformer.convert.pretrained.spare_channel import spare_channel
 from tokenformer.convert.pretrained.statistics import Inputs, LayerInputs, PlainNorm
-from tokenformer.growth.tokens import TokenSet
+from tokenformer.growth.tokens.token_set import TokenSet
 
 MEASURED_EVERY = 8
 

@@ -1,0 +1,247 @@
+"""The training runs of the campaign: tiny recipes, their undisturbed runs, and the comparison of a
+disturbed run with them, bit for bit."""
+
+import json
+import random
+import shutil
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.campaign.moments import Fault, watched
+from tests.campaign.processes import Around, Child, Ended, Limits, tokenformer
+
+MODEL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+TOKENS = {"qkv_tokens": 16, "output_tokens": 16, "ffn_tokens": 32}
+RUN = {
+    "steps": 20,
+    "batch_size": 4,
+    "checkpoint_every": 4,
+    "validate_every": 6,
+    "validation_sequences": 4,
+    "keep_last": 2,
+    "log_to": [],
+}
+SHARED: dict[str, Any] = {
+    "model": {"options": {**MODEL, **TOKENS}},
+    "data": {"length": 16},
+    "optimizer": {"learning_rate": 0.01},
+    "schedule": {"warmup_steps": 3},
+    "run": RUN,
+}
+STAGES = [
+    {"steps": 7},
+    {"steps": 7, "grow": {"sizes": {"qkv_tokens": 24, "output_tokens": 24, "ffn_tokens": 48}}},
+    {"steps": 6, "grow": {"sizes": {"ffn_tokens": 64}, "init": "clone", "scale": "anneal"}},
+]
+RECIPES: dict[str, dict[str, Any]] = {
+    "plain": SHARED,
+    "average": {
+        **SHARED,
+        "data": {"length": 16, "order": "epochs"},
+        "run": {**RUN, "ema": 0.9, "micro_batch_size": 1, "nested": [0.5, 1.0]},
+    },
+    "stages": {**SHARED, "run": {**RUN, "ema": 0.9}, "stages": STAGES},
+    "transformer": {
+        **SHARED,
+        "model": {"family": "transformer", "options": {**MODEL, "intermediate_size": 32}},
+        "run": {**RUN, "checkpoint_every": 3},
+    },
+}
+UNEQUAL = ("seconds",)
+"""Metrics that differ between two equal runs."""
+TENSORS = ".safetensors"
+UNSEEDED = ("rng.python", "rng.numpy")
+"""Generators that training neither seeds nor draws from; a checkpoint holds them all the same."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A recipe with its undisturbed run."""
+
+    recipe: Path
+    run: Path
+    counts: dict[str, int]
+    """Moments of the whole run by phase, those of loading taken from a resumed one."""
+    seconds: float
+    """How long the run took."""
+    ranks: int = 1
+
+
+def prepare_corpus(folder: Path) -> Path:
+    """A small corpus of bytes, made once."""
+    corpus = folder / "corpus"
+    if not (corpus / "index.json").exists():
+        text = folder / "text"
+        text.mkdir(parents=True, exist_ok=True)
+        words = random.Random(0).choices(["token", "key", "value", "grow", "\n"], k=2_000)
+        for name in "abcdef":
+            (text / f"{name}.txt").write_text(" ".join(words[ord(name) :: 7]))
+        arguments = ["prepare", str(text), "--out", str(corpus), "--validation", "0.3"]
+        demand(tokenformer(arguments, folder / "prepare.log").end(), "prepare")
+    return corpus
+
+
+def prepare_reference(folder: Path, name: str, ranks: int = 1) -> Reference:
+    """Train a recipe undisturbed, once; a later campaign in the same folder finds it there."""
+    corpus = prepare_corpus(folder)
+    place = folder / (name if ranks == 1 else f"{name}-{ranks}-ranks")
+    recipe, run, facts = place / f"{name}.yaml", place / "run", place / "facts.json"
+    if not facts.exists():
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        sections = {**RECIPES[name], "data": {**RECIPES[name]["data"], "corpus": str(corpus)}}
+        recipe.write_text(json.dumps(sections))  # JSON is YAML
+        whole = place / "counts.json"
+        around = partial(watched, run, None, whole)
+        ended = train(recipe, run, place / "log", ranks=ranks, around=around)
+        demand(ended, f"the undisturbed run of {name}")
+        counts = json.loads(whole.read_text())
+        counts["load"] = count_loading(recipe, place)
+        facts.write_text(json.dumps({"counts": counts, "seconds": ended.seconds}))
+    known = json.loads(facts.read_text())
+    return Reference(recipe, run, known["counts"], known["seconds"], ranks)
+
+
+def count_loading(recipe: Path, place: Path) -> int:
+    """How many moments of the phase load a resumed run has."""
+    run, counts = place / "resumed", place / "load.json"
+    interrupt(recipe, run, place / "interrupted.log")
+    demand(
+        train(recipe, run, place / "log", around=partial(watched, run, None, counts)), "resuming"
+    )
+    shutil.rmtree(run)
+    return int(json.loads(counts.read_text()).get("load", 0))
+
+
+def interrupt(recipe: Path, run: Path, log: Path, step: int = 14) -> None:
+    """Train up to the middle of a step, and be killed there. Three moments a step, one of them a
+    backward pass; where a step has more, it is an earlier one."""
+    ended = train(recipe, run, log, around=partial(watched, run, Fault("step", 3 * step)))
+    if not ended.killed:
+        raise RuntimeError(f"the run was to be killed in step {step}: {ended.describe()}")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A reference with a run of it that was killed half way."""
+
+    reference: Reference
+    interrupted: Path
+
+    @classmethod
+    def of(cls, reference: Reference) -> "Subject":
+        run = reference.run.with_name("interrupted")
+        if not run.exists():
+            unfinished = run.with_name("to-interrupt")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            interrupt(reference.recipe, unfinished, run.with_name("interrupted.log"))
+            unfinished.rename(run)
+        return cls(reference, run)
+
+    def copy(self, place: Path) -> Path:
+        shutil.copytree(self.interrupted, place / "run")
+        return place / "run"
+
+
+def train(recipe: Path, run: Path, log: Path, *, ranks: int = 1, around: Around) -> Ended:
+    """`tokenformer train` to its end in a forked process for each rank; rank 0 tells how it went.
+    `around` is rank 0's."""
+    from tests.campaign.ranks import start_ranks
+
+    if ranks == 1:
+        return start(recipe, run, log, around=around).end()
+    first, *others = start_ranks(recipe, run, log, {0: around}, ranks)
+    ended = first.end()
+    for other in others:
+        other.end()
+    return ended
+
+
+def start(
+    recipe: Path, run: Path, log: Path, *, around: Around, environment: dict[str, str] | None = None
+) -> Child:
+    arguments = ["train", str(recipe), "--out", str(run)]
+    limits = Limits(disk=1 << 27, folder=run)
+    return tokenformer(arguments, log, around=around, environment=environment, limits=limits)
+
+
+def demand(ended: Ended, task: str) -> None:
+    if ended.code:
+        raise RuntimeError(f"{task} failed: {ended.output[-2000:]}")
+
+
+def differences(run: Path, reference: Reference, *, stopped: bool = False) -> list[str]:
+    """What tells a run from the undisturbed one, in a line each; nothing for an equal run. One that
+    was `stopped` by a signal saved a checkpoint then, so that others are kept besides the last."""
+    found = compare_metrics(run / "metrics.jsonl", reference.run / "metrics.jsonl")
+    here, there = files_of(run), files_of(reference.run)
+    if stopped:
+        last = f"checkpoints/{max((reference.run / 'checkpoints').iterdir()).name}/"
+        here, there = (
+            {n for n in names if n.startswith(last) or not n.startswith("checkpoints/step-")}
+            for names in (here, there)
+        )
+    found += [f"{name} is missing" for name in sorted(there - here)]
+    found += [f"{name} is left over" for name in sorted(here - there)]
+    for name in sorted(here & there):
+        one, other = run / name, reference.run / name
+        if name.startswith("model/") and name.endswith(".json"):
+            found += [] if one.read_bytes() == other.read_bytes() else [f"{name} differs"]
+    for folder in sorted({str(Path(name).parent) for name in there if name.endswith(TENSORS)}):
+        unequal = unequal_tensors(run / folder, reference.run / folder)
+        found += [f"{folder}: {name} differs" for name in unequal]
+    return found
+
+
+def unequal_tensors(one: Path, other: Path) -> list[str]:
+    """Names of tensors in a folder that are not the same there and here. Which rank stores what all
+    hold alike is torch's choice, so the files of a folder count as one."""
+    ours, theirs = tensors_in(one), tensors_in(other)
+    return [
+        name
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name) and not name.startswith(UNSEEDED)
+    ]
+
+
+def tensors_in(folder: Path) -> dict[str, tuple[Any, ...]]:
+    files = [read_tensors(file) for file in folder.glob(f"*{TENSORS}")]
+    return {name: tensor for file in files for name, tensor in file.items()}
+
+
+def read_tensors(file: Path) -> dict[str, tuple[Any, ...]]:
+    """Type, shape and bytes of every tensor in a safetensors file."""
+    data = file.read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header: dict[str, Any] = json.loads(data[8:begin])
+    header.pop("__metadata__", None)
+    found = {}
+    for name, about in header.items():
+        first, last = about["data_offsets"]
+        found[name] = (about["dtype"], about["shape"], data[begin + first : begin + last])
+    return found
+
+
+def compare_metrics(path: Path, expected: Path) -> list[str]:
+    try:
+        rows, others = read_rows(path), read_rows(expected)
+    except (OSError, ValueError) as error:
+        return [f"metrics.jsonl cannot be read: {error}"]
+    if [row.get("step") for row in rows] != [row["step"] for row in others]:
+        return [f"metrics.jsonl has the steps {[row.get('step') for row in rows]}"]
+    for row, other in zip(rows, others, strict=True):
+        for key in sorted(row.keys() | other.keys() - {*UNEQUAL}):
+            if key not in UNEQUAL and row.get(key) != other.get(key):
+                step, here, there = other["step"], row.get(key), other.get(key)
+                return [f"step {step}: {key} is {here!r}, undisturbed {there!r}"]
+    return []
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def files_of(run: Path) -> set[str]:
+    return {str(file.relative_to(run)) for file in run.rglob("*") if not file.is_dir()}

@@ -1,0 +1,16 @@
+"""This package's errors. The command line catches their base class once, in `cli.main`."""
+
+
+class TokenformerError(Exception):
+    """An error the user can act on. Its message is one line: what is wrong, the value given, what
+    to do. The command line prints it without a traceback."""
+
+    exit_code = 2
+    """2 for bad input, 1 for work that failed."""
+
+
+def first_line(error: Exception) -> str:
+    """The message of another library's error, in one line."""
+    line = next(iter(str(error).strip().splitlines()), "")
+    expected = isinstance(error, OSError | ValueError | ImportError | RuntimeError)
+    return line if line and expected else f"{type(error).__name__}: {line}".removesuffix(": ")

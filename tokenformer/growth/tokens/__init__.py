@@ -1,0 +1,1 @@
+"""Growing a TokenFormer by its parameter tokens; pruning, merging and taking prefixes of them."""

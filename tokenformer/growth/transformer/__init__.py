@@ -1,0 +1,1 @@
+"""Growing the plain Transformer: the baselines of token growth."""

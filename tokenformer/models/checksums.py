@@ -1,0 +1,149 @@
+"""Checksums of a model folder's weights, and the check for damaged files, NaN and inf.
+
+`save_pretrained` writes `checksums.json` beside the weights. The commands verify a local folder
+before they load it. Files without a checksum are still searched for NaN and inf. A file that was
+found to be good is not read again until its size or modification time changes.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenformer.files import cache_folder, sha256
+from tokenformer.models.weight_files import (
+    DTYPES,
+    INDEX,
+    WEIGHTS,
+    ModelFolderError,
+    read_object,
+    weight_files,
+)
+
+CHECKSUMS = "checksums.json"
+VERIFIED = "verified.json"
+MOST_REMEMBERED = 512
+BLOCK = 1 << 22
+HINT = f"restore it, or, if the change is yours, delete {CHECKSUMS} or pass --no_verify"
+Stamp = list[Any]
+"""Size, modification time in nanoseconds, and the SHA-256 expected of a file, or None."""
+
+
+def write_checksums(folder: Path) -> None:
+    """Record the size and SHA-256 of every weight file that a folder's model is loaded from."""
+    saved = any((folder / name).exists() for name in (WEIGHTS, INDEX))
+    files = {
+        file.name: {"size": file.stat().st_size, "sha256": sha256(file)}
+        for file in (weight_files(folder) if saved else [])
+    }
+    document = {"format": 1, "files": files}
+    (folder / CHECKSUMS).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def read_checksums(folder: Path) -> dict[str, dict[str, Any]]:
+    """The entries of checksums.json by file name; none for a folder without it."""
+    if not (folder / CHECKSUMS).exists():
+        return {}
+    document = read_object(folder, CHECKSUMS)
+    files = document.get("files")
+    complete = isinstance(files, dict) and all(
+        isinstance(entry, dict) and {"size", "sha256"} <= entry.keys() for entry in files.values()
+    )
+    if document.get("format") != 1 or not complete:
+        raise ModelFolderError(folder, f"{CHECKSUMS} is damaged; {HINT}")
+    return files  # type: ignore[return-value]
+
+
+def verify_weights(folder: Path, files: list[Path]) -> None:
+    """Refuse files that differ from checksums.json, and weights that are NaN or infinite.
+
+    A folder that something else saved may have weights that checksums.json does not list, or list
+    some that are gone: only files that are both there and listed are compared.
+    """
+    listed, verified = read_checksums(folder), read_verified()
+    found: dict[str, Stamp] = {}
+    for file in files:
+        entry = listed.get(file.name)
+        path, status = str(file.resolve()), file.stat()
+        if entry is not None and entry["size"] != status.st_size:
+            reason = f"{file.name} has {status.st_size:,} bytes, not {entry['size']:,}"
+            raise ModelFolderError(folder, f"{reason} as in {CHECKSUMS}; {HINT}")
+        stamp = [status.st_size, status.st_mtime_ns, entry and entry["sha256"]]
+        if verified.get(path) == stamp:
+            continue
+        digest, bad = scan(folder, file)
+        if entry is not None and digest != entry["sha256"]:
+            reason = f"{file.name} was changed or damaged, its SHA-256 differs from {CHECKSUMS}"
+            raise ModelFolderError(folder, f"{reason}; {HINT}")
+        if bad is not None:
+            raise ModelFolderError(folder, f"{bad} has NaN or infinite weights")
+        found[path] = stamp
+    if found:
+        remember(verified, found)
+
+
+def scan(folder: Path, file: Path) -> tuple[str, str | None]:
+    """The SHA-256 of a safetensors file and the first tensor in it that is not finite, in one pass.
+
+    The header has been checked before: tensors follow each other without gaps.
+    """
+    digest, bad = hashlib.sha256(), None
+    buffer = bytearray(BLOCK)
+    with file.open("rb") as stream:
+        length = stream.read(8)
+        header = stream.read(int.from_bytes(length, "little"))
+        digest.update(length + header)
+        entries = json.loads(header)
+        entries.pop("__metadata__", None)
+        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+            start, end = entry["data_offsets"]
+            dtype = DTYPES.get(entry["dtype"])
+            checked = dtype is not None and dtype.is_floating_point and dtype.itemsize > 1
+            while start < end:
+                view = memoryview(buffer)[: min(BLOCK, end - start)]
+                if stream.readinto(view) != len(view):
+                    raise ModelFolderError(folder, f"{file.name} is cut short")
+                digest.update(view)
+                if checked and bad is None and not is_finite(view, dtype):
+                    bad = name
+                start += len(view)
+        digest.update(stream.read())
+    return digest.hexdigest(), bad
+
+
+def is_finite(view: memoryview, dtype: Any) -> bool:
+    low, high = torch.frombuffer(view, dtype=dtype).aminmax()  # NaN wins both
+    return bool(low.isfinite() & high.isfinite())
+
+
+def read_verified() -> dict[str, Stamp]:
+    """The files that were found to be good, by path."""
+    with suppress(OSError, ValueError):
+        found = json.loads((cache_folder() / VERIFIED).read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def remember(verified: dict[str, Stamp], found: dict[str, Stamp]) -> None:
+    """Add to the files that are known to be good, of which the newest are kept. Where two processes
+    do so at once, one of them may have to read its files again."""
+    others = {path: stamp for path, stamp in verified.items() if path not in found}
+    kept = dict(islice({**found, **others}.items(), MOST_REMEMBERED))
+    with suppress(OSError):  # without a cache every load reads the files
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=folder, prefix=f".{VERIFIED}-")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(kept, file)
+            Path(name).replace(folder / VERIFIED)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise

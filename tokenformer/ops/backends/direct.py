@@ -1,0 +1,96 @@
+"""Pattention by plain matrix products that saves only the scores for the backward pass.
+
+Products take many rows at a time; the elementwise passes between them take few, in memory that is
+reused. Weights are recomputed from the scores in the backward pass.
+"""
+
+import torch
+from torch import Tensor
+
+from tokenformer.ops.backends.derivatives import DERIVATIVES, BackwardBlock, cached_rows, product
+from tokenformer.ops.backends.interface import Gradients, Kernel, Saved, SavedTensor, Sizes
+from tokenformer.ops.theta import ThetaOptions, accumulation_dtype
+
+BLOCK_ROWS = 1024
+"""Rows per product. Fewer make it slower, more need more memory for the passes between."""
+MANY_TOKENS = 6144
+"""From here on half as many rows are as fast and need half the memory."""
+
+
+class Direct(Kernel):
+    def __init__(self, options: ThetaOptions) -> None:
+        super().__init__(options)
+        self.theta = DERIVATIVES[options.theta](options)
+
+    def forward(
+        self, x: Tensor, keys: Tensor, values: Tensor, *, save: bool = True
+    ) -> tuple[Tensor, Saved]:
+        """Saves the scores [R, n] and their row statistics [R, k]."""
+        rows, tokens, wide = x.shape[0], keys.shape[0], accumulation_dtype(x.dtype)
+        out = x.new_empty(rows, values.shape[1])
+        scores = x.new_empty(rows if save else 0, tokens)
+        stats = x.new_empty(rows, self.theta.saved_per_row, dtype=wide)
+        weights = x.new_empty(largest(x, keys), tokens, dtype=wide)
+        for part in blocks(x, keys):
+            some_rows, some_weights = x[part], weights[: len(x[part])]
+            if save:
+                block = torch.mm(some_rows, keys.T, out=scores[part]).to(wide)
+            else:
+                block = product(some_rows, keys.T, some_weights)
+            for few in cached_rows(block):
+                numbers = self.theta.fill_weights(block[few], some_weights[few])
+                torch.cat(numbers, dim=1, out=stats[part][few])
+            torch.mm(some_weights.to(x.dtype), values, out=out[part])
+        return out, (scores, stats)
+
+    def backward(
+        self, grad: Tensor, x: Tensor, keys: Tensor, values: Tensor, saved: Saved
+    ) -> Gradients:
+        scores, stats = saved
+        dx, dkeys, dvalues = (torch.empty_like(tensor) for tensor in (x, keys, values))
+        dscale = stats.new_zeros(())
+        buffers = [stats.new_empty(largest(x, keys), keys.shape[0]) for _ in range(2)]
+        for part in blocks(x, keys):
+            block = scores[part].to(stats.dtype)
+            weights, dblock = (buffer[: len(block)] for buffer in buffers)
+            product(grad[part], values.T, dblock)
+            pieces = cached_rows(block)
+            scratch = torch.empty_like(block[pieces[0]])
+            for few in pieces:
+                numbers = stats[part][few].split(1, dim=1)
+                dscale += self.theta.backward(
+                    BackwardBlock(
+                        block[few], dblock[few], weights[few], scratch[: len(block[few])], numbers
+                    )
+                ).sum()
+            dscores = dblock.to(x.dtype)
+            torch.mm(dscores, keys, out=dx[part])
+            # beta=0 on the first block saves zeroing the memory in a pass of its own.
+            beta = 0 if part.start == 0 else 1
+            torch.addmm(dkeys, dscores.T, x[part], beta=beta, out=dkeys)
+            torch.addmm(dvalues, weights.to(x.dtype).T, grad[part], beta=beta, out=dvalues)
+        if not len(x):
+            dkeys.zero_()
+            dvalues.zero_()
+        return dx, dkeys, dvalues, dscale
+
+    def saved_tensors(self, sizes: Sizes, dtype: torch.dtype) -> list[SavedTensor]:
+        stats = (sizes.rows, self.theta.saved_per_row)
+        return [
+            SavedTensor((sizes.rows, sizes.tokens), dtype),
+            SavedTensor(stats, accumulation_dtype(dtype)),
+        ]
+
+
+def largest(x: Tensor, keys: Tensor) -> int:
+    return max((part.stop - part.start for part in blocks(x, keys)), default=0)
+
+
+def blocks(x: Tensor, keys: Tensor) -> list[slice]:
+    """Blocks of rows. One block on a GPU, which hides memory latency by itself, and in half
+    precision, where summing over blocks would round each time."""
+    rows = x.shape[0]
+    step = BLOCK_ROWS if keys.shape[0] <= MANY_TOKENS else BLOCK_ROWS // 2
+    if x.device.type != "cpu" or x.dtype.itemsize < 4:
+        step = max(1, rows)
+    return [slice(start, min(rows, start + step)) for start in range(0, rows, step)]

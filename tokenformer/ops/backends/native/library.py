@@ -1,0 +1,167 @@
+"""The library of `kernels.cpp`, built by the machine's own compiler when it is first needed.
+
+It takes a second or two, is for the very processor that it was built on, and is kept in the user's
+cache. Where it cannot be built, nothing is lost but speed.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenformer.files import cache_folder
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno"]
+# The first that the compiler takes: Apple's knows no OpenMP, GCC on Arm no -march=native. Vectors
+# of 512 bits, which GCC takes where they are to be had, read memory at two thirds of the speed.
+CHOICES = [
+    ["-march=native", "-mprefer-vector-width=256", "-fopenmp"],
+    ["-march=native", "-fopenmp"],
+    ["-mcpu=native", "-fopenmp"],
+    ["-mcpu=native"],
+    [],
+]
+SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "i8"}
+"""Of the functions for tokens of that type."""
+
+logger = logging.getLogger(__name__)
+
+Pointer, Long, Float, Int = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
+
+
+class UntrustedError(OSError):
+    """Code that others could have written."""
+
+
+class Theta(ctypes.Structure):
+    _fields_ = (("theta", Int), ("is_tanh", Int), ("eps", Float))
+
+
+class Tokens(ctypes.Structure):
+    _fields_ = (
+        *((name, Pointer) for name in ("keys", "values", "key_scales", "value_scales")),
+        *((name, Long) for name in ("n", "d_in", "d_out")),
+        ("scale", Float),
+    )
+
+
+class Norm(ctypes.Structure):
+    _fields_ = (("weight", Pointer), ("bias", Pointer), ("eps", Float), ("is_rms", Int))
+
+
+class Block(ctypes.Structure):
+    _fields_ = (
+        *((name, Norm) for name in ("attention_norm", "ffn_norm")),
+        *((name, Tokens) for name in ("q", "k", "v", "o", "ffn")),
+        *((name, Pointer) for name in ("cached_keys", "cached_values")),
+    )
+
+
+class Shape(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, Long)
+            for name in ("width", "heads", "kv_heads", "head_dim", "rotary_dim", "seen", "room")
+        ),
+        ("scaling", Float),
+        ("is_parallel", Int),
+    )
+
+
+class Work(ctypes.Structure):
+    _fields_ = tuple((name, Pointer) for name in ("scores", "totals", "tops", "sums"))
+
+
+ARGUMENTS = {
+    "linear": [Pointer, Long, Long, Pointer, Pointer, Long, Pointer, Int],
+    "pattention": [Pointer, Long, Pointer, Theta, Work, Pointer, Int],
+    "step": [Pointer, Pointer, Long, Pointer, Theta, Pointer, Pointer, Int, Pointer, Work, Int],
+}
+
+
+@functools.cache
+def function(name: str, dtype: torch.dtype) -> Any:
+    found = getattr(library(), f"{name}_{SUFFIXES[dtype]}")
+    found.restype, found.argtypes = None, ARGUMENTS[name]
+    return found
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """None where it cannot be had."""
+    try:
+        return ctypes.CDLL(str(built()))
+    except UntrustedError as error:
+        logger.warning("decoding without native code, at about half the speed: %s", error)
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+        logger.info("no native code for decoding: %s", error)
+    return None
+
+
+def built() -> Path:
+    """The library of this source, compiler and processor."""
+    if os.name != "posix":
+        raise OSError("it is built on Linux and macOS only")
+    compiler = find_compiler()
+    version = subprocess.run(
+        [*compiler, "--version"], capture_output=True, check=True, timeout=120
+    ).stdout
+    maker = [SOURCE.read_bytes(), version, processor().encode(), repr((FLAGS, CHOICES)).encode()]
+    target = cache() / f"native-{hashlib.sha256(b'|'.join(maker)).hexdigest()[:16]}.so"
+    if target.exists() and is_private(target):
+        return target
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        part = Path(folder) / target.name
+        for flags in CHOICES:
+            command = [*compiler, *FLAGS, *flags, "-o", str(part), str(SOURCE)]
+            made = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            if made.returncode == 0:
+                part.chmod(0o755)  # under umask 002 it would be writable by the group
+                part.replace(target)  # whole or not at all, whoever else builds it meanwhile
+                return target
+    raise OSError(f"{compiler[0]}: {made.stderr.strip().partition(chr(10))[0]}")
+
+
+def find_compiler() -> list[str]:
+    """CXX, which may be a command of several words, or what there is; CXX=false for none."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    for words in [named] if named else [["c++"], ["g++"], ["clang++"]]:
+        if shutil.which(words[0]) is not None:
+            return words
+    raise OSError(f"no C++ compiler {named[0] if named else ''}".rstrip())
+
+
+def cache() -> Path:
+    folder = cache_folder()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not is_private(folder):
+        raise UntrustedError(
+            f"{folder} belongs to another user or others can write to it, so code in it is not "
+            f"run; chown it to yourself, and: chmod go-w {folder}"
+        )
+    return folder
+
+
+def is_private(path: Path) -> bool:
+    """Whether the path belongs to the user and nobody else may write to it."""
+    about = path.stat()
+    return about.st_uid == os.getuid() and not about.st_mode & 0o022
+
+
+def processor() -> str:
+    """What `-march=native` depends on: a home may be shared by machines that differ."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    flags = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    return "\n".join([platform.machine(), platform.processor(), *sorted(flags)])

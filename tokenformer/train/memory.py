@@ -1,0 +1,99 @@
+"""Memory of a training run: what it must have at least, what it has used, and running out of it."""
+
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenformer.errors import TokenformerError
+from tokenformer.train.options import RunOptions
+
+FLOAT_BYTES = 4
+
+
+class OutOfMemoryError(TokenformerError):
+    """A step needs more memory than there is."""
+
+    exit_code = 1
+
+
+def least_activation_bytes(config: Any, length: int) -> int:
+    """Bytes that one sequence keeps for the backward pass in fp32, whatever the backends: the
+    inputs of the norms and of the projections, and the queries, keys, values and outputs of
+    attention. `models.accounting` has the rest, which depends on the backends."""
+    norms = 1 if config.residual == "parallel" else 2
+    stream = (norms + 2) * config.hidden_size
+    attention = 2 * config.hidden_size + 2 * config.key_value_size
+    return FLOAT_BYTES * length * config.num_hidden_layers * (stream + attention)
+
+
+def check_memory(
+    sample_bytes: int, micro_batch_size: int, run: RunOptions, device: torch.device
+) -> None:
+    """Refuse a micro-batch that cannot fit, before the system kills the process for it."""
+    if run.activation_checkpointing:
+        return  # which keeps a small part of it
+    needed = micro_batch_size * sample_bytes // (1 if run.precision == "fp32" else 2)
+    if needed > (free := free_bytes(device)):
+        raise OutOfMemoryError(
+            f"a micro-batch of {micro_batch_size:,} needs more than {needed / 1e9:,.1f} GB of "
+            f"memory, {free / 1e9:,.1f} GB are free on the {device.type}; {remedy()}"
+        )
+
+
+def remedy() -> str:
+    return "lower run.micro_batch_size (the global batch stays as it is) or run.batch_size"
+
+
+def free_bytes(device: torch.device) -> int:
+    """What a device has, or the CPU has left, in this container if it is in one."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = (
+            int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
+        )
+    with suppress(OSError, ValueError):  # a container without a limit says "max"
+        free = min(free, free_in_group(Path("/sys/fs/cgroup")))
+    return free
+
+
+def free_in_group(group: Path) -> int:
+    """What a control group has left of its limit. Cached files count as used there, but are dropped
+    when memory is needed."""
+    limit = int((group / "memory.max").read_text())
+    used = int((group / "memory.current").read_text())
+    with suppress(OSError, ValueError):
+        rows = [line.split() for line in (group / "memory.stat").read_text().splitlines()]
+        used -= sum(int(row[1]) for row in rows if row[0] in ("inactive_file", "active_file"))
+    return min(limit, max(0, limit - used))
+
+
+def used_bytes() -> int:
+    """The most an accelerator has held, or this process, where there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@contextmanager
+def explained_memory(micro_batch_size: int, device: torch.device) -> Iterator[None]:
+    """A failed allocation in the block is an OutOfMemoryError that says what to lower."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # The allocator of the CPU has no exception class of its own.
+        known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not known and "DefaultCPUAllocator" not in str(error):
+            raise
+        raise OutOfMemoryError(
+            f"{device.type} is out of memory with a micro-batch of {micro_batch_size:,}; {remedy()}"
+        ) from None
