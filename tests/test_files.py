@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tokenformer.files import NameNotFoundError, check_hub, is_local, missing, nearest
+from tokenformer.paths import NameNotFoundError, check_hub, is_local, missing, nearest
 
 
 @pytest.fixture

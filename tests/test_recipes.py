@@ -9,9 +9,9 @@ import yaml
 from tokenformer.cli import VERBS, load
 from tokenformer.cli.parser import parse
 from tokenformer.models.catalogue import blank
-from tokenformer.train.image_materials import IMAGE_FAMILIES
+from tokenformer.train.image_workload import IMAGE_FAMILIES
 from tokenformer.train.options import ModelOptions
-from tokenformer.train.text_materials import TEXT_FAMILIES
+from tokenformer.train.text_workload import TEXT_FAMILIES
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))

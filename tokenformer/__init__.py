@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tokenformer.models.registration import register_when_imported
 
 if TYPE_CHECKING:
-    from tokenformer.convert.pretrained.transformer import from_transformer
+    from tokenformer.convert.pretrained.from_transformer import from_transformer
     from tokenformer.growth.grow import grow
     from tokenformer.growth.grown_optimizer import grow_optimizer
     from tokenformer.growth.tokens.merge import merge
@@ -64,7 +64,7 @@ _HOMES = {
     "TransformerForImageClassification": "tokenformer.models.vision",
     "TokenformerImageProcessor": "tokenformer.models.image_processing",
     "TokenQuantization": "tokenformer.models.quantization",
-    "from_transformer": "tokenformer.convert.pretrained.transformer",
+    "from_transformer": "tokenformer.convert.pretrained.from_transformer",
     "grow": "tokenformer.growth.grow",
     "grow_optimizer": "tokenformer.growth.grown_optimizer",
     "prune": "tokenformer.growth.tokens.prune",

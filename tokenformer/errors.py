@@ -9,6 +9,30 @@ class TokenformerError(Exception):
     """2 for bad input, 1 for work that failed."""
 
 
+class InputError(TokenformerError):
+    """A bad option or path on the command line."""
+
+
+class DataError(TokenformerError, ValueError):
+    """A corpus, tokenizer or image folder that cannot be used."""
+
+
+class ConversionError(TokenformerError):
+    """A model that cannot be converted."""
+
+
+class CheckpointError(TokenformerError):
+    """A checkpoint that cannot be written, read or trusted."""
+
+    exit_code = 1
+
+
+class TrainingError(TokenformerError):
+    """Training cannot continue."""
+
+    exit_code = 1
+
+
 def first_line(error: Exception) -> str:
     """The message of another library's error, in one line."""
     line = next(iter(str(error).strip().splitlines()), "")

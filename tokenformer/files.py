@@ -1,101 +1,166 @@
-"""Paths and hub names that users give: telling one from the other, and asking the hub once."""
+"""Files and folders that are written whole or not at all, locks, and hashes.
 
-import difflib
+A folder is filled under a hidden name beside its own (`start_folder`) and renamed once all of it is
+on the disk (`finish_folder`), so a killed process or machine never leaves half of one.
+"""
+
+import ctypes
 import errno
+import fcntl
 import hashlib
 import os
-from functools import cache
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 
-from tokenformer.errors import TokenformerError
+from tokenformer.errors import InputError
 
-HUB_SECONDS = 10.0
-"""How long the hub has to answer whether it knows a name."""
-
-
-class NameNotFoundError(TokenformerError, ValueError):
-    """A name that is neither a path here nor on the hub."""
+UNFINISHED, DELETED = "unfinished", "deleted"
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-def is_local(name: str) -> bool:
-    """Whether a name can only mean a local path: it exists, is written like a path, or the folder
-    it would be in exists. `owner/name` is a hub name unless there is a folder `owner` here."""
-    path = expanded(name)
-    written_as_path = path.is_absolute() or name.startswith((".", "~")) or name.endswith("/")
-    in_folder = len(path.parts) == 2 and exists(path.parent) and path.parent.is_dir()
-    return exists(path) or written_as_path or in_folder or len(path.parts) not in (1, 2)
-
-
-def expanded(name: str | Path) -> Path:
-    """The path with `~` replaced by the home folder."""
+def write_whole(path: Path, text: str) -> None:
+    """Whole or not at all, and on the disk when this returns."""
+    unfinished = path.with_name(f".{path.name}.tmp")
     try:
-        return Path(name).expanduser()
-    except RuntimeError:  # `~nobody`
-        return Path(name)
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
+    sync_path(path.parent)
 
 
-def exists(path: Path) -> bool:
-    """Also of what no file can be called: too long a name, or one with a NUL in it."""
+def sync_path(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
-def missing(name: str | Path) -> str:
-    """The message for a path that does not exist: `no runs/txt; did you mean runs/text?`"""
-    near = nearest(expanded(name))
-    return f"no {name}" + (f"; did you mean {near}?" if near else "")
+@contextmanager
+def new_folder(option: str, path: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `path` when the block ends and vanishes if it fails.
 
-
-def nearest(path: Path) -> Path | None:
-    """The existing path most like a missing one, which differs in one part of it."""
-    parent = next((p for p in path.parents if exists(p)), None)
-    if parent is None:
-        return None
-    typed = path.relative_to(parent).parts
-    try:
-        names = [entry.name for entry in parent.iterdir() if not entry.name.startswith(".")]
-    except OSError:  # the parent is a file, or closed to us
-        return None
-    for name in difflib.get_close_matches(typed[0], names, n=3, cutoff=0.6):
-        candidate = parent.joinpath(name, *typed[1:])
-        # Names that have little in common but their suffix are not alike.
-        likeness = difflib.SequenceMatcher(None, Path(typed[0]).stem, Path(name).stem).ratio()
-        if likeness >= 0.6 and exists(candidate):
-            return candidate
-    return None
-
-
-@cache
-def check_hub(name: str, kind: str = "model") -> None:
-    """Raise `NameNotFoundError` unless the hub, or its cache on this machine, has `name`; `kind`
-    is model or dataset. The hub is asked once: transformers and datasets would retry for a minute.
+    A path that cannot be used is refused before the work, not after it.
     """
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub import errors as hub
-
-    cached = f"{kind}s--{name.replace('/', '--')}"
-    if (Path(constants.HF_HUB_CACHE) / cached / "snapshots").is_dir():
-        return
     try:
-        HfApi().repo_info(name, repo_type=kind, timeout=HUB_SECONDS)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise InputError(f"{option} {path} is in use; name a new folder")
+        unfinished = start_folder(path, kin=escape(path.name))
+    except OSError as error:
+        raise InputError(f"{option} {path} cannot be made: {error.strerror}") from None
+    try:
+        yield unfinished
+        finish_folder(unfinished, path)
+    except BaseException:
+        discard_folder(unfinished)
+        raise
+
+
+def start_folder(path: Path, kin: str) -> Path:
+    """A new empty folder that is to become `path`.
+
+    What killed processes left beside it, of names that match `kin`, is deleted first: a full disk
+    has room again.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sweep_folders(path.parent, kin, UNFINISHED, DELETED)
+    unfinished = hidden(path, UNFINISHED)
+    unfinished.mkdir()
+    return unfinished
+
+
+def sweep_folders(parent: Path, kin: str, *words: str) -> None:
+    """Delete the hidden folders that killed processes left in `parent`."""
+    for word in words:
+        for leftover in parent.glob(f".{kin}.{word}-*"):
+            delete(leftover)
+
+
+def finish_folder(unfinished: Path, path: Path) -> None:
+    """Give a filled folder its name; an older folder of that name vanishes in the same instant."""
+    for path_inside in unfinished.rglob("*"):
+        sync_path(path_inside)
+    sync_path(unfinished)
+    try:
+        unfinished.rename(path)  # also over an empty folder
+    except OSError:
+        if not os.path.lexists(path):
+            raise
+        exchange(unfinished, path)
+        sync_path(path.parent)
+        discard_folder(unfinished)  # it holds the older one now
+    sync_path(path.parent)
+
+
+def discard_folder(unfinished: Path) -> None:
+    """Delete a folder that will not be finished; what cannot be, the next `start` deletes."""
+    # `ignore_errors` instead of `suppress(OSError)`: an interrupt inside of rmtree may leave it as
+    # an OSError, which must not be lost.
+    shutil.rmtree(unfinished, ignore_errors=True)
+    if os.path.lexists(unfinished) and not unfinished.is_dir():
+        unfinished.unlink()
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder that is never seen half deleted."""
+    if path.exists():
+        doomed = hidden(path, DELETED)
+        path.rename(doomed)
+        delete(doomed)
+
+
+def delete(path: Path) -> None:
+    """Delete a folder, or the file or link that stands where a folder should."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def hidden(path: Path, word: str) -> Path:
+    return path.with_name(f".{path.name}.{word}-{secrets.token_hex(4)}")
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Swap two folders: at once where the system can (Linux), else by way of a third name."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    at_working_folder, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    names = os.fsencode(one), os.fsencode(other)
+    if renameat2 and not renameat2(at_working_folder, names[0], at_working_folder, names[1], swap):
         return
-    except hub.HFValidationError:
-        reason = "not a valid name there"
-    except hub.RepositoryNotFoundError:
-        reason = "not found; a private one needs HF_TOKEN"
-    except hub.OfflineModeIsEnabled:
-        reason = "not asked: offline mode is on"
-    except hub.HfHubHTTPError as error:
-        reason = f"it answered with status {error.response.status_code}"
-    except Exception:  # whichever its HTTP library raises
-        reason = "could not connect"
-    near = nearest(expanded(name))
-    hint = f"; did you mean {near}?" if near else ""
-    raise NameNotFoundError(
-        f"{name} is neither a folder here nor a {kind} on the hub ({reason}){hint}"
-    )
+    between = hidden(other, UNFINISHED)
+    other.rename(between)
+    one.rename(other)
+    between.rename(one)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder, made if need be, for the length of a block; it is free again when the process
+    ends, however it does. Raises BlockingIOError if another process holds it. Where the file system
+    knows no locks, there is none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        yield
+    finally:
+        os.close(handle)
 
 
 def sha256(file: Path) -> str:

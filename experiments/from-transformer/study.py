@@ -25,9 +25,9 @@ import transformers
 from torch import Tensor, nn
 
 import tokenformer
-from tokenformer.convert.pretrained.comparison import compare
 from tokenformer.convert.pretrained.distillation import distil
-from tokenformer.convert.pretrained.transformer import from_transformer
+from tokenformer.convert.pretrained.from_transformer import from_transformer
+from tokenformer.convert.pretrained.source_comparison import compare
 from tokenformer.data.batches import fixed_batches
 from tokenformer.data.byte_tokenizer import END_OF_TEXT, VOCAB_SIZE
 from tokenformer.data.standard_library import standard_library

@@ -174,12 +174,12 @@ def linear(images: str, folder: Path, seed: int, steps: int) -> Result:
     import torch.nn.functional as F
     from torch.optim.lr_scheduler import OneCycleLR
 
-    from tokenformer.train.materials import materials_of
+    from tokenformer.train.workload import workload_of
 
     kept = folder / "result.json"
     if kept.exists():
         return json.loads(kept.read_text())
-    materials = materials_of(recipe_of(images, "TokenFormer", seed, steps))
+    materials = workload_of(recipe_of(images, "TokenFormer", seed, steps))
     task = materials.task(materials.first_model())
     torch.manual_seed(seed)
     model = torch.nn.Linear(28 * 28, len(materials.classes))

@@ -30,7 +30,7 @@ from tests.campaign.trials import Campaign, Part  # noqa: E402
 PRELOADED = (
     "tokenformer.cli.parser",
     "tokenformer.data.lock",
-    "tokenformer.train.peak",
+    "tokenformer.train.matmul_peak",
     "tokenformer.train.progress",
     "tokenformer.train.run",
     "matplotlib.backends.backend_agg",
@@ -100,11 +100,11 @@ def preload() -> None:
         with suppress(ImportError):  # an import that moved costs time, not truth
             importlib.import_module(name)
     from tokenformer.cli import VERBS, load
-    from tokenformer.train import peak
+    from tokenformer.train import matmul_peak
 
     for target in VERBS.values():
         load(target)
-    peak.SIZE = 64  # of the matrices whose product only the progress bar asks for
+    matmul_peak.SIZE = 64  # of the matrices whose product only the progress bar asks for
     threads = len([*Path("/proc/self/task").iterdir()])
     if threads > 1:
         raise SystemExit(f"{threads} threads before the first fork; the trials would not be sound")

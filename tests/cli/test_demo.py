@@ -14,9 +14,9 @@ import pytest
 
 from tests.processes import LIMIT, started, wait_until
 from tokenformer.cli.demo import GROWN, PROMPT, SMALL, verdict
-from tokenformer.cli.errors import InputError
-from tokenformer.cli.folder import new_folder
 from tokenformer.cli.terminal import printable
+from tokenformer.errors import InputError
+from tokenformer.files import new_folder
 
 COMMAND = [sys.executable, "-m", "tokenformer", "demo"]
 

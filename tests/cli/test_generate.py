@@ -122,7 +122,7 @@ def test_a_model_without_a_context_limit_is_given_the_whole_text(tmp_path, monke
 def test_every_window_begins_with_the_tokenizers_own_beginning():
     import torch
 
-    from tokenformer.converse.window import last_part
+    from tokenformer.serve.sliding_window import last_part
 
     ids, start = torch.arange(40)[None], torch.tensor([[0]])
     assert last_part(ids, 99, 40, start).tolist() == [[0, *range(21, 40)]]
@@ -232,7 +232,7 @@ def test_least_lengths_hold_for_the_whole_text(settings, monkeypatch):
 
     from transformers import GenerationConfig
 
-    from tokenformer.converse.window import least_new_tokens
+    from tokenformer.serve.sliding_window import least_new_tokens
 
     model = SimpleNamespace(generation_config=GenerationConfig(min_length=9))
     assert least_new_tokens(model, 4) == 5

@@ -17,8 +17,8 @@ import pytest
 from tests.processes import LIMIT, take_interrupts, wait_until
 from tokenformer.cli import main
 from tokenformer.data.corpus import Corpus
-from tokenformer.data.errors import DataError
 from tokenformer.data.standard_library import source_files
+from tokenformer.errors import DataError
 
 COMMAND = [sys.executable, "-m", "tokenformer", "prepare"]
 

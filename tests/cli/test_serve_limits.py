@@ -249,8 +249,8 @@ STUCK = """
 import time
 import tokenformer.cli.serve
 from tokenformer.cli import main
-from tokenformer.converse.encoder import PromptEncoder
-from tokenformer.converse.voice import Voice
+from tokenformer.serve.prompt_encoder import PromptEncoder
+from tokenformer.serve.generation_queue import GenerationQueue
 {stuck} = lambda *args: (print("stuck", flush=True), time.sleep(3600))
 tokenformer.cli.serve.SECONDS_TO_END = 1
 tokenformer.cli.serve.SECONDS_TO_EXIT = {seconds}
@@ -259,7 +259,7 @@ main()
 
 
 def test_the_process_ends_even_when_a_prefill_does_not(neox):
-    program = STUCK.format(stuck="Voice.wait", seconds=2)
+    program = STUCK.format(stuck="GenerationQueue.wait", seconds=2)
     with serving(neox, program=("-c", program)) as server:
         assert server.end(by=signal.SIGTERM) == 1
         wait_until(lambda: any("exiting anyway" in line for line in server.log))

@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tokenformer
 from tests.convert.released_model import CONFIG, HEADS, VOCABULARY, make_state, released_logits
-from tokenformer.convert.errors import ConversionError
 from tokenformer.convert.released import (
     convert_released,
     convert_to_released,
@@ -21,6 +20,7 @@ from tokenformer.convert.released import (
     released_names,
 )
 from tokenformer.convert.source import find_source
+from tokenformer.errors import ConversionError
 
 IDS = torch.arange(40).mul(7).remainder(VOCABULARY)
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tokenformer.convert.errors import ConversionError
 from tokenformer.convert.source import find_source
+from tokenformer.errors import ConversionError
 
 
 def make(folder, *names, **documents):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tokenformer.convert.errors import ConversionError
 from tokenformer.convert.state_dict import read_state_dict
+from tokenformer.errors import ConversionError
 
 
 class Trap:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tokenformer.data.batches import fixed_batches, sample_batch
 from tokenformer.data.corpus import Corpus
-from tokenformer.data.errors import DataError
 from tokenformer.data.preparation import Request, prepare
+from tokenformer.errors import DataError
 
 TEXT = "".join(f"line {number} says {number * 7919 % 1000}\n" for number in range(400)).encode()
 

@@ -7,8 +7,8 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from tokenformer.data.corpus import Corpus
-from tokenformer.data.errors import DataError
 from tokenformer.data.preparation import Request, prepare
+from tokenformer.errors import DataError
 
 ROWS = [f"row {number} of a web page\n" for number in range(1000)]
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tokenformer.data.errors import DataError
 from tokenformer.data.image_formats import cifar_images, read_idx
 from tokenformer.data.image_sources import FASHION, images_to_measure, load_images
 from tokenformer.data.images import ArrayImages, DatasetImages, FileImages, decoded
+from tokenformer.errors import DataError
 
 
 def write_tree(folder: Path, *, splits: tuple[str, ...] = ("train", "val")) -> None:
@@ -118,7 +118,7 @@ BOMB = """
 import sys
 from pathlib import Path
 from PIL import Image, PngImagePlugin
-from tokenformer.data.errors import DataError
+from tokenformer.errors import DataError
 from tokenformer.data.images import decoded
 
 def kilobytes(name):

@@ -11,10 +11,10 @@ import pytest
 from datasets import Dataset
 
 from tokenformer.data.corpus import Corpus
-from tokenformer.data.errors import DataError
 from tokenformer.data.preparation import Request, prepare
 from tokenformer.data.reading import Reading
 from tokenformer.data.sources import find_sources
+from tokenformer.errors import DataError
 
 
 @pytest.fixture(autouse=True)

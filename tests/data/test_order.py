@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenformer.data.errors import DataError
 from tokenformer.data.order import MODES, permute, round_keys, segment_starts, validation_starts
+from tokenformer.errors import DataError
 
 
 def starts(total: int, length: int, first: int, count: int, mode: str, seed: int = 0) -> list[int]:

@@ -16,8 +16,8 @@ import zstandard
 
 from tokenformer.data.corpus import Corpus
 from tokenformer.data.documents import STANDARD_SIZE, cut, place_to_cut
-from tokenformer.data.errors import DataError
 from tokenformer.data.preparation import Request, prepare
+from tokenformer.errors import DataError
 
 END = 256
 PACKINGS = {

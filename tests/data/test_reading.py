@@ -14,9 +14,9 @@ import pytest
 import zstandard
 
 from tokenformer.data.corpus import Corpus
-from tokenformer.data.errors import DataError
 from tokenformer.data.preparation import Request, prepare
 from tokenformer.data.reading import Reading, as_utf8
+from tokenformer.errors import DataError
 
 TEXT = "naïve café 日本語 🙂\n" * 50
 PACKINGS = {

@@ -7,10 +7,10 @@ from transformers import AutoTokenizer
 
 from tokenformer.data.byte_tokenizer import byte_tokenizer
 from tokenformer.data.corpus import Corpus
-from tokenformer.data.errors import DataError
 from tokenformer.data.preparation import Request, prepare
 from tokenformer.data.standard_library import source_files
 from tokenformer.data.tokenizer import load_tokenizer
+from tokenformer.errors import DataError
 
 WORDS = [
     f"Documents come and go; number {n} stays, naïve as 日本語 and 👩‍👩‍👧.\n" for n in range(300)

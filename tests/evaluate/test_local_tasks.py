@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tokenformer.data.errors import DataError
+from tokenformer.errors import DataError
 from tokenformer.evaluate.benchmarks import BENCHMARKS
 from tokenformer.evaluate.local_tasks import find_file, read_rows
 

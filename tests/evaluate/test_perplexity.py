@@ -8,9 +8,9 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tokenformer.data.byte_tokenizer import byte_tokenizer
-from tokenformer.data.errors import DataError
+from tokenformer.errors import DataError
+from tokenformer.evaluate.evaluation_text import DECODED_AT_ONCE, Text, count_words
 from tokenformer.evaluate.perplexity import Perplexity, measure_perplexity, windows
-from tokenformer.evaluate.text import DECODED_AT_ONCE, Text, count_words
 
 START = 60
 

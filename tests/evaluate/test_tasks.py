@@ -7,7 +7,7 @@ import torch
 
 from tests.evaluate.prompts import items
 from tokenformer.data.byte_tokenizer import END_OF_TEXT, byte_tokenizer
-from tokenformer.data.errors import DataError
+from tokenformer.errors import DataError
 from tokenformer.evaluate.benchmarks import BENCHMARKS
 from tokenformer.evaluate.scorer import Scorer
 from tokenformer.evaluate.tasks import load_tasks, score_task

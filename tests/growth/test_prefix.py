@@ -102,7 +102,7 @@ def test_a_share_is_above_0_and_at_most_1(make_config, share):
 
 def test_a_prefix_that_was_trained_works_and_others_do_not(text, reader, seen):
     """The point of nested dropout: half of the tokens alone, with and without it."""
-    from tokenformer.train.nested import NestedDropout
+    from tokenformer.train.nested_dropout import NestedDropout
 
     nested = NestedDropout(shares=(0.5, 1.0))
     plain = reader()

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 import tokenformer
 from tokenformer.layers import Pattention
 from tokenformer.layers.int8 import Int8Pattention, dequantize, quantize
-from tokenformer.models import language, step
+from tokenformer.models import language, native_decoder
 from tokenformer.models.loading import load_for_training
 from tokenformer.ops.backends.native.library import library
 
@@ -101,7 +101,9 @@ def test_speaking_says_what_reading_says(folder, dtype, way, tmp_path, monkeypat
     assert model.lm_head.scales.dtype == model.model.layers[0].ffn.key_scales.dtype == torch.float32
     taken: list[bool] = []
     monkeypatch.setattr(
-        language, "take_step", lambda *a: taken.append((s := step.take_step(*a)) is not None) or s
+        language,
+        "decode_token",
+        lambda *a: taken.append((s := native_decoder.decode_token(*a)) is not None) or s,
     )
     bounds = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
     said = model.generate(prompt(), output_logits=True, return_dict_in_generate=True, **bounds)

@@ -221,7 +221,7 @@ def test_hidden_states_attentions_and_checkpointing(family: str) -> None:
 
 def test_every_parameter_has_a_first_value(family: str) -> None:
     """Also those made on the meta device and drawn module by module, as a run does."""
-    from tokenformer.train.weights import draw_weights
+    from tokenformer.train.parallel.meta_init import draw_weights
 
     with torch.device("meta"):
         model = MODELS[config_class(family)](make(family).config)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tokenformer.train import checkpoint
-from tokenformer.train.background import AsyncSaver
+from tokenformer.train.checkpoint.async_saver import AsyncSaver
 from tokenformer.train.export import export
 
 VOCABULARY = 61

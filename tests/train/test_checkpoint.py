@@ -25,10 +25,20 @@ from torch import nn
 
 from tests.processes import LIMIT, run, run_apart, wait_until
 from tests.train.checkpoint_worker import UNFINISHED, Filled, make_model, make_optimizer, step_once
-from tokenformer.train import background, checkpoint, manifest
-from tokenformer.train import folder as folders
-from tokenformer.train.background import AsyncSaver
-from tokenformer.train.checkpoint import CheckpointError, latest, load, prune, save
+from tokenformer import files
+from tokenformer.errors import CheckpointError
+from tokenformer.train import checkpoint
+from tokenformer.train.checkpoint import (
+    async_saver,
+    directory,
+    latest,
+    load,
+    manifest,
+    prune,
+    save,
+    writer,
+)
+from tokenformer.train.checkpoint.async_saver import AsyncSaver
 from tokenformer.train.export import export
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -405,7 +415,7 @@ class TestKeeping:
             save(tmp_path, model=nn.Linear(1, 1), state={"step": step})
         removed = prune(tmp_path, keep_last=2, best=10)
         assert [path.name[-2:] for path in removed] == ["00", "20", "30"]
-        assert list(checkpoint.steps(tmp_path)) == [10, 40, 50]
+        assert list(directory.steps(tmp_path)) == [10, 40, 50]
         with pytest.raises(CheckpointError, match="keep_last=0"):
             prune(tmp_path, keep_last=0)
 
@@ -422,7 +432,7 @@ class TestKeeping:
         assert load(path, model=nn.Linear(1, 1))[0]["value"] == 2
 
     def test_it_replaces_where_the_system_cannot_swap(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(folders.ctypes, "CDLL", lambda *name, **options: object())
+        monkeypatch.setattr(files.ctypes, "CDLL", lambda *name, **options: object())
         self.test_the_same_step_again_replaces(tmp_path)
 
     def test_leftovers_go_at_the_next_save(self, tmp_path):
@@ -678,7 +688,7 @@ class TestBackground:
         with AsyncSaver() as saver:
             for step in range(4):
                 saver.save(tmp_path, model=Filled().fill(step), state={"step": step})
-        assert list(checkpoint.steps(tmp_path)) == [0, 1, 2, 3]
+        assert list(directory.steps(tmp_path)) == [0, 1, 2, 3]
         assert not list(tmp_path.glob(UNFINISHED))
 
     def test_training_goes_on_while_it_writes(self, tmp_path, monkeypatch):
@@ -686,9 +696,9 @@ class TestBackground:
 
         def write_behind_gate(*arguments: Any) -> Path:
             gate.wait(timeout=LIMIT)
-            return checkpoint.write(*arguments)
+            return writer.write(*arguments)
 
-        monkeypatch.setattr(background, "write", write_behind_gate)
+        monkeypatch.setattr(async_saver, "write", write_behind_gate)
         with AsyncSaver() as saver:
             saver.save(tmp_path, model=nn.Linear(1, 1), state={"step": 1})
             assert not list(tmp_path.iterdir())  # and yet `save` is back
@@ -825,7 +835,7 @@ def test_one_process_to_two_and_back(tmp_path, wrapping):
 
     resumed = make_model(seed=1)
     resumed_optimizer = make_optimizer(resumed)
-    assert list(checkpoint.steps(tmp_path / "two")) == [3]
+    assert list(directory.steps(tmp_path / "two")) == [3]
     third = latest(tmp_path / "two")
     assert third is not None
     state, extra = load(third, model=resumed, optimizer=resumed_optimizer)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tokenformer.train.peak import matmul_peak
+from tokenformer.train.matmul_peak import matmul_peak
 from tokenformer.train.progress import Describer, progress
 
 ROWS = [

@@ -18,6 +18,7 @@ import torch
 from tests.processes import LIMIT, run, started, wait_until
 from tests.train.conftest import MODEL, SECTIONS
 from tokenformer.cli import main
+from tokenformer.errors import TrainingError
 from tokenformer.train.metrics import read_metrics
 from tokenformer.train.options import (
     DataOptions,
@@ -28,8 +29,7 @@ from tokenformer.train.options import (
     ScheduleOptions,
 )
 from tokenformer.train.run import Run
-from tokenformer.train.spikes import TrainingError
-from tokenformer.train.text_materials import TextMaterials
+from tokenformer.train.text_workload import TextWorkload
 
 
 def command(recipe: Path, out: Path, *options: str) -> list[str]:
@@ -175,7 +175,7 @@ def test_a_moving_average_survives_an_interruption_and_is_what_is_exported(recip
 
 
 def test_a_run_that_is_under_way_is_not_begun_again(recipe, tmp_path):
-    from tokenformer.data.lock import locked
+    from tokenformer.files import locked
 
     with locked(tmp_path / "run"):
         done = finish(recipe, tmp_path / "run")
@@ -247,7 +247,7 @@ def make_run(corpus: Path, folder: Path, reports: list[str], **run: Any) -> Run:
         ScheduleOptions(warmup_steps=3),
         RunOptions(**{**SECTIONS["run"], **run}),
     )
-    return Run(folder, recipe, TextMaterials(recipe), reports.append)
+    return Run(folder, recipe, TextWorkload(recipe), reports.append)
 
 
 def poison(run: Run, at: int) -> Any:

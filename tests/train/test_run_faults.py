@@ -11,12 +11,11 @@ import pytest
 from tests.train.test_checkpoint import forge, small_disk  # noqa: F401
 from tests.train.test_run import make_run, poison
 from tokenformer.cli import main
+from tokenformer.errors import CheckpointError, TrainingError
 from tokenformer.train import checkpoint
-from tokenformer.train.checkpoint import CheckpointError
 from tokenformer.train.metrics import cut_metrics, metrics_writer, read_metrics
-from tokenformer.train.ranks import Ranks
+from tokenformer.train.parallel.ranks import Ranks
 from tokenformer.train.run import Run
-from tokenformer.train.spikes import TrainingError
 
 
 @pytest.fixture(scope="module")

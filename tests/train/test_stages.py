@@ -12,14 +12,14 @@ import torch
 from tests.train.conftest import MODEL, SECTIONS
 from tests.train.test_run import close, finish, losses, two_ranks
 from tokenformer.cli import main
+from tokenformer.errors import TrainingError
 from tokenformer.models.language import TokenformerForCausalLM
 from tokenformer.train import checkpoint
 from tokenformer.train.metrics import read_metrics
 from tokenformer.train.options import GrowthOptions, Recipe, ScheduleOptions, StageOptions
 from tokenformer.train.run import Run
-from tokenformer.train.spikes import TrainingError
 from tokenformer.train.stages import plan, shortened
-from tokenformer.train.text_materials import TextMaterials
+from tokenformer.train.text_workload import TextWorkload
 
 SIZES = {"qkv_tokens": 48, "output_tokens": 48, "ffn_tokens": 200}
 STAGES: list[dict[str, Any]] = [
@@ -95,7 +95,7 @@ def make_run(corpus: Path, folder: Path, *stages: StageOptions, **run: Any) -> R
     options = {**SECTIONS["run"], "checkpoint_every": 100, **run}
     for name, value in options.items():
         setattr(recipe.run, name, value)
-    return Run(folder, recipe, TextMaterials(recipe), lambda line: None)
+    return Run(folder, recipe, TextWorkload(recipe), lambda line: None)
 
 
 def tokens(run: Run) -> dict[str, torch.Tensor]:
@@ -199,7 +199,7 @@ def test_a_transformer_grows_by_ligo_on_the_text_of_the_run(corpus, tmp_path):
     recipe.data.corpus, recipe.data.length = str(corpus), 32
     for name, value in SECTIONS["run"].items():
         setattr(recipe.run, name, value)
-    Run(tmp_path / "run", recipe, TextMaterials(recipe), lambda line: None).go(lambda row: None)
+    Run(tmp_path / "run", recipe, TextWorkload(recipe), lambda line: None).go(lambda row: None)
     assert json.loads((tmp_path / "run" / "growth-2.json").read_text())["method"] == "ligo"
     config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert config["hidden_size"] == 64

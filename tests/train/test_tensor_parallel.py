@@ -12,7 +12,6 @@ from tests.processes import run_processes
 from tests.train.conftest import MODEL
 from tests.train.test_run import close, losses
 from tokenformer.cli import main
-from tokenformer.train.mesh import make_mesh
 from tokenformer.train.metrics import read_metrics
 from tokenformer.train.options import (
     DataOptions,
@@ -24,8 +23,9 @@ from tokenformer.train.options import (
     ScheduleOptions,
     StageOptions,
 )
+from tokenformer.train.parallel.mesh import make_mesh
 from tokenformer.train.run import Run
-from tokenformer.train.text_materials import TextMaterials
+from tokenformer.train.text_workload import TextWorkload
 
 
 def make_recipe(corpus: Path, *, stages: list[StageOptions] = [], **run: Any) -> Recipe:  # noqa: B006
@@ -55,7 +55,7 @@ def make_recipe(corpus: Path, *, stages: list[StageOptions] = [], **run: Any) ->
 
 def train(recipe: Recipe, out: Path) -> None:
     torch.manual_seed(0)
-    Run(out, recipe, TextMaterials(recipe), lambda line: None).go(lambda row: None)
+    Run(out, recipe, TextWorkload(recipe), lambda line: None).go(lambda row: None)
 
 
 def train_and_go_on(recipe: Recipe, folder: Path) -> None:

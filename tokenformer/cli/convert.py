@@ -10,8 +10,8 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-from tokenformer.cli.errors import InputError
-from tokenformer.cli.folder import new_folder
+from tokenformer.errors import InputError
+from tokenformer.files import new_folder
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Conversion:
 
 
 PRETRAINED = Conversion(
-    "tokenformer.convert.pretrained.folder:convert_transformer",
+    "tokenformer.convert.pretrained.convert_folder:convert_transformer",
     ("data", "distill", "steps", "linear", "tokenizer", "no_verify"),
     reports_progress=True,
 )
@@ -106,8 +106,8 @@ def convert_model(
     from safetensors import SafetensorError
     from transformers.utils import logging
 
-    from tokenformer.convert.errors import ConversionError
     from tokenformer.convert.source import RELEASED, find_source
+    from tokenformer.errors import ConversionError
     from tokenformer.models.loading import load_config
     from tokenformer.models.model_card import public_name, write_card
 
@@ -156,7 +156,7 @@ def history_of(source: Any) -> list[str]:
     """What is known of the source's training, for the model card."""
     from tokenformer.convert.source import CHECKPOINT
     from tokenformer.models.model_card import read_history
-    from tokenformer.train.history import run_history
+    from tokenformer.train.run_history import run_history
 
     if source.kind == CHECKPOINT:
         return run_history(source.path.resolve().parent.parent)

@@ -13,9 +13,9 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenformer.cli.errors import InputError
-from tokenformer.cli.folder import new_folder
 from tokenformer.cli.terminal import printable
+from tokenformer.errors import InputError
+from tokenformer.files import new_folder
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,10 +10,10 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenformer.cli.errors import InputError
 from tokenformer.cli.model import check_bits, load_classifier, load_model, resolve_model
 from tokenformer.cli.samples import check_samples
-from tokenformer.files import exists, expanded, missing
+from tokenformer.errors import InputError
+from tokenformer.paths import exists, expanded, missing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -103,7 +103,7 @@ def evaluate(
 
     from rich.console import Console
 
-    from tokenformer.data.errors import DataError
+    from tokenformer.errors import DataError
 
     # Bound to its stream: while lm-eval works, what it prints is kept from ours.
     console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
@@ -176,7 +176,7 @@ def load_named_tasks(names: list[str], data: Path | None) -> dict[str, Any]:
     if importlib.util.find_spec("lm_eval") is None:
         raise InputError('--tasks needs lm-evaluation-harness: pip install "tokenformer[eval]"')
 
-    from tokenformer.data.errors import DataError
+    from tokenformer.errors import DataError
     from tokenformer.evaluate.tasks import load_tasks
 
     try:
@@ -230,9 +230,9 @@ def measure_text(
     limit: int | None,
     console: "Console",
 ) -> Finding:
-    from tokenformer.converse.prompt import PromptError, context_length, start_token
+    from tokenformer.evaluate.evaluation_text import read_text
     from tokenformer.evaluate.perplexity import measure_perplexity
-    from tokenformer.evaluate.text import read_text
+    from tokenformer.serve.prompt import PromptError, context_length, start_token
 
     text, split = read_text(path, split, limit, tokenizer, model.config.vocab_size)
     length = length or context_length(model.config) or LENGTH_WITHOUT_LIMIT

@@ -7,10 +7,10 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from tokenformer.cli.errors import InputError
 from tokenformer.cli.model import check_bits, load_model
 from tokenformer.cli.terminal import json_text, printable
-from tokenformer.files import exists, expanded, missing
+from tokenformer.errors import InputError
+from tokenformer.paths import exists, expanded, missing
 
 LEAST_TEMPERATURE = 1e-3
 """Less divides logits by so little that they overflow."""
@@ -127,7 +127,7 @@ def check(
 
 def encode(model: Any, tokenizer: Any, text: str) -> Any:
     """The prompt as ids [1, T]; of an empty one, the beginning of a text."""
-    from tokenformer.converse.prompt import begin
+    from tokenformer.serve.prompt import begin
 
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
     return begin(ids, tokenizer).to(model.device)
@@ -135,8 +135,8 @@ def encode(model: Any, tokenizer: Any, text: str) -> Any:
 
 def warn(model: Any, lengths: list[int], new: int) -> None:
     """Say once that the context is too short for a prompt, or for it and the tokens to add."""
-    from tokenformer.converse.prompt import context_length
-    from tokenformer.converse.window import KEPT
+    from tokenformer.serve.prompt import context_length
+    from tokenformer.serve.sliding_window import KEPT
 
     context, longest = context_length(model.config), max(lengths)
     if context is None or longest + new <= context:
@@ -152,7 +152,7 @@ class Enough(Exception):  # noqa: N818  # nothing is wrong
     """The stop text was reached: raised to leave transformers' `generate`."""
 
 
-class Speaker:
+class TokenStreamer:
     """The streamer of `model.generate`: in every window first the prompt, then each new token."""
 
     def __init__(self, stream: Any, told: Callable[[str], None]) -> None:
@@ -187,11 +187,11 @@ def go_on(
     told: Callable[[str], None],
 ) -> str:
     """What the model adds; each piece of it is told as soon as it is certain."""
-    from tokenformer.converse.prompt import context_length
-    from tokenformer.converse.window import generate_sliding, prefix_of
     from tokenformer.data.text_stream import TextStream
+    from tokenformer.serve.prompt import context_length
+    from tokenformer.serve.sliding_window import generate_sliding, prefix_of
 
-    speaker = Speaker(TextStream(tokenizer, stop=() if stop is None else (stop,)), told)
+    speaker = TokenStreamer(TextStream(tokenizer, stop=() if stop is None else (stop,)), told)
     padding = tokenizer.pad_token_id
     with suppress(Enough):
         generate_sliding(

@@ -6,11 +6,11 @@ from json import dumps, loads
 from pathlib import Path
 from typing import Any
 
-from tokenformer.cli.errors import InputError
-from tokenformer.cli.folder import new_folder
 from tokenformer.cli.model import resolve_folder, resolve_model
 from tokenformer.cli.samples import BATCH_SIZE, LONGEST, check_samples, read_samples
-from tokenformer.files import exists, expanded, is_local
+from tokenformer.errors import InputError
+from tokenformer.files import new_folder
+from tokenformer.paths import exists, expanded, is_local
 
 LIGO, LIGO_STEPS = "ligo", 100
 
@@ -148,7 +148,7 @@ def ligo_options(
     model: Path, is_checkpoint: bool, data: Path | None, steps: int | None
 ) -> dict[str, Any]:
     """What LiGO learns from, and how long."""
-    from tokenformer.data.errors import DataError
+    from tokenformer.errors import DataError
     from tokenformer.models.weight_files import read_object
 
     if data is None:
@@ -177,9 +177,9 @@ def grow_run(
     path: Path, out: Path, to: str | None, seed: int, state: str, options: dict[str, Any]
 ) -> Any:
     """A checkpoint to the beginning of a new run."""
+    from tokenformer.errors import CheckpointError
     from tokenformer.train.options import GrowthOptions
-    from tokenformer.train.ranks import CheckpointError
-    from tokenformer.train.seam import grow_saved
+    from tokenformer.train.training_state import grow_saved
 
     sizes = {name: value for name, value in options.items() if value is not None}
     own = {

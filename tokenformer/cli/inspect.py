@@ -8,15 +8,15 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenformer.cli.errors import InputError
 from tokenformer.cli.model import CONFIG, read_config, resolve_folder
-from tokenformer.files import expanded, is_local, nearest
+from tokenformer.errors import InputError
 from tokenformer.models.presets import (
     TOKENFORMER_PRESETS,
     TRANSFORMER_PRESETS,
     VISION_TOKENFORMER_PRESETS,
     VISION_TRANSFORMER_PRESETS,
 )
+from tokenformer.paths import expanded, is_local, nearest
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -4,10 +4,9 @@ import sys
 from json import dumps
 from pathlib import Path
 
-from tokenformer.cli.errors import InputError
-from tokenformer.cli.folder import new_folder
 from tokenformer.cli.model import resolve_folder
-from tokenformer.files import sha256
+from tokenformer.errors import InputError
+from tokenformer.files import new_folder, sha256
 
 TOKENIZER = "tokenizer.json"
 

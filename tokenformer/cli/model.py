@@ -5,9 +5,8 @@ from json import loads
 from pathlib import Path
 from typing import Any
 
-from tokenformer.cli.errors import InputError
-from tokenformer.errors import TokenformerError, first_line
-from tokenformer.files import check_hub, exists, expanded, is_local, missing
+from tokenformer.errors import InputError, TokenformerError, first_line
+from tokenformer.paths import check_hub, exists, expanded, is_local, missing
 
 CONFIG = "config.json"
 KINDS = {
@@ -140,7 +139,7 @@ def load_pair(
 
     import tokenformer  # noqa: F401  # so that the Auto classes know ours
     from tokenformer.models.loading import load_whole
-    from tokenformer.train.distribution import device
+    from tokenformer.train.parallel.distribute import device
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

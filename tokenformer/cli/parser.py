@@ -11,7 +11,7 @@ from typing import Any, NoReturn, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from tokenformer.cli.errors import InputError
+from tokenformer.errors import InputError
 from tokenformer.train.recipe import check_recipe
 
 RECIPE = "recipe"

@@ -5,9 +5,9 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenformer.cli.errors import InputError
 from tokenformer.cli.model import load_classifier, resolve_model
-from tokenformer.files import exists, expanded, missing
+from tokenformer.errors import InputError
+from tokenformer.paths import exists, expanded, missing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,8 +40,8 @@ def predict(
 
     import torch
 
-    from tokenformer.data.errors import DataError
     from tokenformer.data.images import decoded
+    from tokenformer.errors import DataError
     from tokenformer.evaluate.classification import as_input, problem_type
 
     try:

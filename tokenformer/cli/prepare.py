@@ -9,7 +9,7 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenformer.cli.errors import InputError
+from tokenformer.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console

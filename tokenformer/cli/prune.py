@@ -5,10 +5,10 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-from tokenformer.cli.errors import InputError
-from tokenformer.cli.folder import new_folder
 from tokenformer.cli.model import resolve_folder
 from tokenformer.cli.samples import LONGEST, check_samples, read_image_samples, read_samples
+from tokenformer.errors import InputError
+from tokenformer.files import new_folder
 
 
 def prune_model(
@@ -63,12 +63,12 @@ def prune_model(
     from safetensors import SafetensorError
     from transformers.utils import logging
 
-    from tokenformer.data.errors import DataError
+    from tokenformer.errors import DataError
     from tokenformer.growth.model_folder import save
     from tokenformer.growth.tokens.prune import prune
     from tokenformer.models.loading import load_tokens
     from tokenformer.models.vision_configuration import VisionConfig
-    from tokenformer.train.distribution import device
+    from tokenformer.train.parallel.distribute import device
 
     wanted = "data"
     logging.disable_progress_bar()

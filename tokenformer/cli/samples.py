@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenformer.cli.errors import InputError
-from tokenformer.files import exists, expanded, is_local, missing
+from tokenformer.errors import InputError
+from tokenformer.paths import exists, expanded, is_local, missing
 
 if TYPE_CHECKING:
     from torch import Tensor

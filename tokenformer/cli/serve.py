@@ -12,9 +12,9 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from tokenformer.cli.errors import InputError
 from tokenformer.cli.model import check_bits, load_model, resolve_model
-from tokenformer.converse.limits import API_KEY_VARIABLE, HostCheck, Limits, is_loopback
+from tokenformer.errors import InputError
+from tokenformer.serve.limits import API_KEY_VARIABLE, HostCheck, Limits, is_loopback
 
 SECONDS_TO_END = 5
 """How long connections may stay once the server is told to end."""
@@ -107,20 +107,20 @@ def run(
         import openai  # noqa: F401  # without it transformers' server is half defined
         import uvicorn
 
-        from tokenformer.converse.connection import with_header_timeout
-        from tokenformer.converse.encoder import PromptEncoder
-        from tokenformer.converse.server import build_app
-        from tokenformer.converse.voice import Voice
+        from tokenformer.serve.generation_queue import GenerationQueue
+        from tokenformer.serve.header_timeout import with_header_timeout
+        from tokenformer.serve.prompt_encoder import PromptEncoder
+        from tokenformer.serve.server import build_app
     except ImportError as error:
         hint = 'pip install "tokenformer[serve]"'
         raise InputError(f"the server is missing or does not fit: {error}; {hint}") from None
 
     from transformers.utils import logging
 
-    from tokenformer.converse.prompt import context_length
+    from tokenformer.serve.prompt import context_length
 
     loaded, tokenizer = load()
-    voice = Voice(context or context_length(loaded.config) or 2048, limits.max_queue)
+    voice = GenerationQueue(context or context_length(loaded.config) or 2048, limits.max_queue)
     encoder = PromptEncoder(tokenizer, voice.context, limits)
     logging.set_verbosity_error()  # uvicorn writes a line for each request
     last_resort = threading.Timer(SECONDS_TO_EXIT, exit_now)

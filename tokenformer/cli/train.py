@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenformer.cli.errors import InputError
 from tokenformer.data.augmentation_options import AugmentationOptions
+from tokenformer.errors import InputError
 from tokenformer.train.options import (
     DataOptions,
     ModelOptions,
@@ -23,8 +23,8 @@ from tokenformer.train.options import (
 from tokenformer.train.stages import shortened
 
 if TYPE_CHECKING:
-    from tokenformer.train.record import Change, Record
     from tokenformer.train.run import Run
+    from tokenformer.train.run_record import Change, Record
 
 
 def train(
@@ -79,8 +79,8 @@ class Job:
 
 def checked(job: Job) -> Job:
     """The job with its paths found. Refuses what can be refused without importing torch."""
-    from tokenformer.train.inputs import check_inputs, located
-    from tokenformer.train.record import Record, check_folder, newest_step
+    from tokenformer.train.recipe_inputs import check_inputs, located
+    from tokenformer.train.run_record import Record, check_folder, newest_step
 
     record, step = Record(job.folder), newest_step(job.folder)
     check_folder(job.folder)
@@ -95,14 +95,14 @@ def train_job(job: Job) -> None:
     import torch
     from rich.console import Console
 
-    from tokenformer.data.lock import locked
-    from tokenformer.train.distribution import process_group
+    from tokenformer.files import locked
     from tokenformer.train.loop import PRECISIONS
-    from tokenformer.train.materials import materials_of
-    from tokenformer.train.peak import matmul_peak
+    from tokenformer.train.matmul_peak import matmul_peak
+    from tokenformer.train.parallel.distribute import process_group
     from tokenformer.train.progress import progress
-    from tokenformer.train.record import Record
     from tokenformer.train.run import Run, StoppedError
+    from tokenformer.train.run_record import Record
+    from tokenformer.train.workload import workload_of
 
     with ExitStack() as stack:
         ranks = stack.enter_context(process_group())
@@ -117,8 +117,8 @@ def train_job(job: Job) -> None:
             record = Record(job.folder)
             for note in job.notes:
                 say(note)
-            materials = materials_of(job.recipe)
-            run = Run(job.folder, job.recipe, materials, say)
+            workload = workload_of(job.recipe)
+            run = Run(job.folder, job.recipe, workload, say)
             changes = record.check(job.recipe, run.loop.progress.step, job.override)
         except BlockingIOError:
             raise InputError(
@@ -130,8 +130,8 @@ def train_job(job: Job) -> None:
             say(nothing_to_do(run, record, "nothing was changed"))
             return
         say(
-            f"{run.loop.task.model.num_parameters():,} parameters, {len(materials.train):,} "
-            f"{materials.unit} to train on, "
+            f"{run.loop.task.model.num_parameters():,} parameters, {len(workload.train):,} "
+            f"{workload.unit} to train on, "
             f"{ranks.count} process{'es' if ranks.count > 1 else ''}; the run is in {job.folder}"
         )
         introduce(run, changes, job, say)
@@ -146,7 +146,7 @@ def train_job(job: Job) -> None:
                 console,
                 run.last_step,
                 None if peak is None else ranks.count * peak,
-                materials.unit,
+                workload.unit,
                 done=run.loop.progress.step,
                 details=True,
             ) as show:
@@ -181,7 +181,7 @@ def introduce(run: "Run", changes: "list[Change]", job: Job, say: Callable[[str]
         if changes and (line := rate_change(run)):
             say(line)
     elif options.model.start_from is not None:
-        from tokenformer.train.inputs import is_rate_for_fresh_weights
+        from tokenformer.train.recipe_inputs import is_rate_for_fresh_weights
 
         if is_rate_for_fresh_weights(options, job.file):
             rate = options.optimizer.learning_rate
@@ -197,7 +197,7 @@ def introduce(run: "Run", changes: "list[Change]", job: Job, say: Callable[[str]
 def rate_change(run: "Run") -> str | None:
     """The schedule follows the number of steps: where options change, the rate may jump."""
     from tokenformer.train.metrics import read_metrics
-    from tokenformer.train.record import METRICS
+    from tokenformer.train.run_record import METRICS
 
     step = run.loop.progress.step
     rows = read_metrics(run.folder / METRICS)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenformer.convert.errors import ConversionError
+from tokenformer.errors import ConversionError
 
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 SECONDS = 10.0

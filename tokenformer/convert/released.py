@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tokenformer.convert.errors import ConversionError
-from tokenformer.convert.folder import write_folder
+from tokenformer.convert.model_writer import write_folder
 from tokenformer.convert.receipt import Receipt
 from tokenformer.convert.released_config import to_ours, to_released
 from tokenformer.convert.source import (
@@ -28,6 +27,7 @@ from tokenformer.convert.source import (
 )
 from tokenformer.convert.state_dict import read_state_dict
 from tokenformer.convert.tokenizer import find_tokenizer
+from tokenformer.errors import ConversionError
 from tokenformer.growth.model_folder import COMPANIONS, stored_tensors
 from tokenformer.models.configuration import TokenformerConfig
 from tokenformer.models.loading import check_folder, load_config, shown

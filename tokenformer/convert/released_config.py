@@ -7,7 +7,7 @@ about the model is passed over.
 
 from typing import Any
 
-from tokenformer.convert.errors import ConversionError
+from tokenformer.errors import ConversionError
 from tokenformer.models.configuration import TokenformerConfig
 from tokenformer.models.presets import TOKENFORMER_PRESETS
 from tokenformer.models.projection_configuration import PROJECTIONS

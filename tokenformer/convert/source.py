@@ -12,9 +12,9 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from tokenformer.convert.errors import ConversionError
 from tokenformer.convert.hub import fetch_model
-from tokenformer.train.manifest import MANIFEST
+from tokenformer.errors import ConversionError
+from tokenformer.train.checkpoint.manifest import MANIFEST
 
 RELEASED, CHECKPOINT, TOKENFORMER = "released", "checkpoint", "tokenformer"
 WEIGHTS, INDEX, CONFIG = "pytorch_model.bin", "pytorch_model.bin.index.json", "config.json"

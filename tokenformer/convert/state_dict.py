@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenformer.convert.errors import ConversionError
 from tokenformer.convert.source import INDEX, WEIGHTS
+from tokenformer.errors import ConversionError
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:

@@ -4,10 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenformer.convert.errors import ConversionError
 from tokenformer.convert.hub import fetch_tokenizer
-from tokenformer.data.errors import DataError
 from tokenformer.data.tokenizer import END_OF_TEXT_SYMBOLS, tokenizer_of_file, tokenizer_of_folder
+from tokenformer.errors import ConversionError, DataError
 
 TOKENIZER = "tokenizer.json"
 NEOX = "EleutherAI/gpt-neox-20b"

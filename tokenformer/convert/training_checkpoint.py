@@ -8,21 +8,21 @@ import torch
 import yaml
 from torch import Tensor
 
-from tokenformer.convert.errors import ConversionError
-from tokenformer.convert.folder import write_folder
 from tokenformer.convert.image_processor import find_image_processor
+from tokenformer.convert.model_writer import write_folder
 from tokenformer.convert.receipt import Receipt
 from tokenformer.convert.source import TOKENFORMER, Source
 from tokenformer.convert.tokenizer import TOKENIZER, find_tokenizer
 from tokenformer.data.corpus import TOKENIZER as CORPUS_TOKENIZER
+from tokenformer.errors import CheckpointError, ConversionError
 from tokenformer.models.configuration import LanguageConfig
-from tokenformer.train import manifest
-from tokenformer.train.checkpoint import compare, read_state
-from tokenformer.train.ranks import CheckpointError, Ranks
+from tokenformer.train.checkpoint import manifest, read_state
+from tokenformer.train.checkpoint.reader import compare
+from tokenformer.train.checkpoint.storage import Metadata, read_metadata, read_tensors
+from tokenformer.train.parallel.ranks import Ranks
 from tokenformer.train.recipe import CONFIG
-from tokenformer.train.record import MODEL
-from tokenformer.train.seam import saved_model
-from tokenformer.train.storage import Metadata, read_metadata, read_tensors
+from tokenformer.train.run_record import MODEL
+from tokenformer.train.training_state import saved_model
 
 AVERAGE, LAST = "average", "last"
 PREFIXES = {AVERAGE: "extra.ema.", LAST: "model."}

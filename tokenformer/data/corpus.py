@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from tokenformer.data.errors import DataError
 from tokenformer.data.token_ids import TokenIds
+from tokenformer.errors import DataError
 from tokenformer.files import sha256
 
 INDEX = "index.json"

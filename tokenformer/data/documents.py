@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import IO, Any, NamedTuple
 
-from tokenformer.data.errors import DataError
 from tokenformer.data.packaging import ALWAYS_ALLOWED, readable, too_much
 from tokenformer.data.sources import Source, one_line
+from tokenformer.errors import DataError
 
 PIECE = 1 << 18
 ROWS_AT_ONCE = 4

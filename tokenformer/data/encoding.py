@@ -18,8 +18,8 @@ import numpy as np
 
 from tokenformer.data.byte_tokenizer import END_OF_TEXT
 from tokenformer.data.documents import BEFORE_ALL, Position
-from tokenformer.data.errors import DataError
 from tokenformer.data.token_ids import TokenIds
+from tokenformer.errors import DataError
 
 
 class Encoder(Protocol):

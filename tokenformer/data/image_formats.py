@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tokenformer.data.errors import DataError
 from tokenformer.data.images import ArrayImages
+from tokenformer.errors import DataError
 
 IDX_BYTES, IDX_IMAGES, IDX_LABELS = 8, 3, 1
 """The code of unsigned bytes, and the dimensions of images [N, H, W] and of labels [N]."""

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from tokenformer.data.errors import DataError
 from tokenformer.data.image_formats import cifar_images, idx_images, read_bytes
 from tokenformer.data.images import (
     ArrayImages,
@@ -27,7 +26,8 @@ from tokenformer.data.images import (
     check_policy,
 )
 from tokenformer.data.order import shuffled
-from tokenformer.files import NameNotFoundError, check_hub, exists, expanded, is_local, missing
+from tokenformer.errors import DataError
+from tokenformer.paths import NameNotFoundError, check_hub, exists, expanded, is_local, missing
 
 DIGITS = "digits"
 HELD_OUT = ("val", "validation", "valid", "test")

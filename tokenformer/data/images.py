@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tokenformer.data.errors import DataError
+from tokenformer.errors import DataError
 
 logger = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from tokenformer.data.corpus import (
     shown,
     whole_number,
 )
-from tokenformer.data.errors import DataError
 from tokenformer.data.reading import UTF8, marked_encoding
 from tokenformer.data.shards import write_json
 from tokenformer.data.sources import SAMPLE, SPLITS, Source
+from tokenformer.errors import DataError
 
 Journal = dict[str, Any]
 DEFAULTS = {"encoding": UTF8, "encoding_errors": "strict"}

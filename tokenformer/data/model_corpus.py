@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from tokenformer.data.corpus import Corpus
-from tokenformer.data.errors import DataError
 from tokenformer.data.tokenizer import tokenizer_of_file
+from tokenformer.errors import DataError
 
 
 def open_corpus(path: Path, tokenizer: Any, vocab_size: int) -> Corpus:

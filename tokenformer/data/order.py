@@ -15,7 +15,7 @@ place by place, a Feistel network (Luby and Rackoff, 1988) with cycle walking (B
 import numpy as np
 import numpy.typing as npt
 
-from tokenformer.data.errors import DataError
+from tokenformer.errors import DataError
 
 Starts = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tokenformer.data.errors import DataError
-from tokenformer.data.lock import locked
-from tokenformer.files import exists, expanded
+from tokenformer.errors import DataError
+from tokenformer.files import locked
+from tokenformer.paths import exists, expanded
 
 
 def check_apart(corpus: str, out: Path) -> None:

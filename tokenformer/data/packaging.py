@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
-from tokenformer.data.errors import DataError
+from tokenformer.errors import DataError
 
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 DAMAGE = (EOFError, OSError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError)

@@ -24,7 +24,6 @@ from tokenformer.data.documents import (
     read_pieces,
 )
 from tokenformer.data.encoding import ByteEncoder, Chunk, Encoder, TokenizerEncoder, encoded
-from tokenformer.data.errors import DataError
 from tokenformer.data.interrupts import kept_interrupts
 from tokenformer.data.journal import (
     Journal,
@@ -36,7 +35,7 @@ from tokenformer.data.journal import (
 from tokenformer.data.out_folder import check_apart, claimed, writable
 from tokenformer.data.packaging import readable
 from tokenformer.data.reading import RAW, USUAL, NotTextError, Reading
-from tokenformer.data.shards import SplitWriter, sync_path, write_json
+from tokenformer.data.shards import SplitWriter, write_json
 from tokenformer.data.sources import SPLITS, Source, find_sources, is_binary
 from tokenformer.data.token_ids import dtype_for
 from tokenformer.data.tokenizer import (
@@ -46,7 +45,9 @@ from tokenformer.data.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
-from tokenformer.files import exists, expanded, sha256
+from tokenformer.errors import DataError
+from tokenformer.files import sha256, sync_path
+from tokenformer.paths import exists, expanded
 
 CHUNK = 1 << 20  # bytes of text handed to a process at once
 SYNC_SECONDS = 1.0  # of work that a kill may cost

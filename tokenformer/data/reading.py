@@ -12,7 +12,7 @@ import io
 from dataclasses import dataclass
 from typing import IO, Any
 
-from tokenformer.data.errors import DataError
+from tokenformer.errors import DataError
 
 UTF8 = "utf-8"
 RAW = "raw"

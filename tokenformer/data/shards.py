@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from tokenformer.data.corpus import BLOCK
-from tokenformer.data.errors import DataError
 from tokenformer.data.token_ids import TokenIds
+from tokenformer.errors import DataError
+from tokenformer.files import write_whole
 
 
 @cache
@@ -142,28 +142,3 @@ class SplitWriter:
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
     write_whole(path, json.dumps(document, indent=2) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Whole or not at all, and on the disk when this returns."""
-    unfinished = path.with_name(f".{path.name}.tmp")
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except OSError:
-        with suppress(OSError):
-            unfinished.unlink()
-        raise
-    sync_path(path.parent)
-
-
-def sync_path(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

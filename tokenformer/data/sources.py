@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tokenformer.data.errors import DataError
 from tokenformer.data.packaging import Unpacked, archive_members, bare_name, readable, unpacked
 from tokenformer.data.reading import RAW, USUAL, Reading, as_utf8, marked_encoding
-from tokenformer.files import check_hub, exists, expanded, is_local, missing
+from tokenformer.errors import DataError
+from tokenformer.paths import check_hub, exists, expanded, is_local, missing
 
 SPLITS = ("train", "validation", "test")
 SPLIT_NAMES = {

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from tokenformer.data.byte_tokenizer import END_OF_TEXT_SYMBOL, byte_level
-from tokenformer.data.errors import DataError
-from tokenformer.data.shards import sync_path, write_json, write_whole
+from tokenformer.data.shards import write_json
 from tokenformer.data.sources import one_line
-from tokenformer.files import NameNotFoundError, check_hub, exists, expanded, is_local, missing
+from tokenformer.errors import DataError
+from tokenformer.files import sync_path, write_whole
+from tokenformer.paths import NameNotFoundError, check_hub, exists, expanded, is_local, missing
 
 BYTES = "bytes"
 BPE = "bpe"

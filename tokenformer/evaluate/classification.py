@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 
 from tokenformer.data.augmentation import as_image
-from tokenformer.data.errors import DataError
 from tokenformer.data.images import ImageSet, Pixels
+from tokenformer.errors import DataError
 
 SINGLE_LABEL = "single_label_classification"
 FEW = 5

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from tokenformer.data.errors import DataError
+from tokenformer.errors import DataError
 from tokenformer.evaluate.benchmarks import BENCHMARKS, Benchmark, Row
 
 

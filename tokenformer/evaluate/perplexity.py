@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenformer.data.errors import DataError
 from tokenformer.data.token_ids import TokenIds, TokenSequence
+from tokenformer.errors import DataError
 from tokenformer.evaluate.capacity import tokens_at_once
-from tokenformer.evaluate.text import Text
+from tokenformer.evaluate.evaluation_text import Text
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tokenformer.data.errors import DataError
+from tokenformer.errors import DataError
 from tokenformer.evaluate.answers import Answer, Answers, batch_key, fingerprint
 from tokenformer.evaluate.capacity import tokens_at_once
 from tokenformer.evaluate.perplexity import windows

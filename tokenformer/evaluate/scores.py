@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tokenformer.evaluate.benchmarks import BENCHMARKS, PERPLEXITY
-from tokenformer.evaluate.paper import PaperModel, models_near
+from tokenformer.evaluate.paper_tables import PaperModel, models_near
 
 MISSING = "-"
 TOO_LONG = 1e5

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tokenformer.data.errors import DataError
+from tokenformer.errors import DataError
 from tokenformer.evaluate.benchmarks import BENCHMARKS
 from tokenformer.evaluate.local_tasks import write_local_task
 from tokenformer.evaluate.quiet import quiet

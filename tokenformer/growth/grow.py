@@ -5,7 +5,7 @@ grown, report = tokenformer.grow(model, to="354m")
 
 from typing import Any
 
-from tokenformer.growth.report import GrowthReport
+from tokenformer.growth.growth_report import GrowthReport
 from tokenformer.growth.tokens.growth import grow_tokens
 from tokenformer.growth.transformer.methods import METHODS, grow_transformer
 from tokenformer.models.configuration import TransformerConfig

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tokenformer.growth.growth_report import GrowthReport, kind_of
 from tokenformer.growth.origin import Origin, like
-from tokenformer.growth.report import GrowthReport, kind_of
 
 STATES = ("keep", "mean", "reset")
 SQUARED = "sq"

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from tokenformer.growth.report import GrowthReport, Part, gathered, size
+from tokenformer.growth.growth_report import GrowthReport, Part, gathered, size
 from tokenformer.growth.tokens.growth import TokenGrowth
 from tokenformer.growth.tokens.token_counts import target_sizes
 from tokenformer.growth.transformer.methods import grow_transformer

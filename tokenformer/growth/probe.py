@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenformer.growth.inputs import random_batch, run
+from tokenformer.growth.probe_inputs import random_batch, run
 from tokenformer.layers.pattention import Pattention
 from tokenformer.ops.pattention import pattention
 

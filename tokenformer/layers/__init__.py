@@ -9,7 +9,7 @@ from tokenformer.layers.norm import LayerNorm, RMSNorm
 from tokenformer.layers.patches import PatchEmbedding
 from tokenformer.layers.pattention import Pattention
 from tokenformer.layers.positions import LearnedPositions, NoPositions, RotaryPositions
-from tokenformer.layers.transformer import TokenformerDecoderLayer, TokenformerEncoderLayer
+from tokenformer.layers.transformer_layers import TokenformerDecoderLayer, TokenformerEncoderLayer
 
 __all__ = [
     "Attention",

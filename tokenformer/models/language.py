@@ -30,9 +30,9 @@ from tokenformer.models.backbone import (
     tokenformer_projections,
     transformer_projections,
 )
-from tokenformer.models.cache import with_room
 from tokenformer.models.configuration import LanguageConfig, TokenformerConfig, TransformerConfig
-from tokenformer.models.step import take_step
+from tokenformer.models.kv_cache import preallocate
+from tokenformer.models.native_decoder import decode_token
 
 
 def make_positions(config: LanguageConfig) -> nn.Module:
@@ -95,7 +95,7 @@ class LanguageModel(LanguagePreTrainedModel):
             position_ids=position_ids,
         )
         hidden, rotation = self.positions(inputs_embeds, position_ids)
-        stepped = take_step(self, hidden, rotation, causal_mask, past_key_values)
+        stepped = decode_token(self, hidden, rotation, causal_mask, past_key_values)
         if stepped is not None:
             hidden = stepped
         else:
@@ -129,7 +129,7 @@ class LanguageModelForCausalLM(LanguagePreTrainedModel, GenerationMixin):
     ) -> None:
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if not getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
-            with_room(model_kwargs.get("past_key_values"))
+            preallocate(model_kwargs.get("past_key_values"))
 
     @can_return_tuple
     def forward(

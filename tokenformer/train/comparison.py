@@ -16,7 +16,7 @@ from typing import Any, Literal
 from tokenformer.data.token_ids import TokenSequence
 from tokenformer.growth.grow import grow
 from tokenformer.growth.grown_optimizer import grow_optimizer
-from tokenformer.growth.report import GrowthReport
+from tokenformer.growth.growth_report import GrowthReport
 from tokenformer.models.accounting import training_flops
 from tokenformer.models.configuration import LanguageConfig
 from tokenformer.train.loop import Loop

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
+from tokenformer import files
+from tokenformer.errors import CheckpointError
 from tokenformer.models.model_card import CARD, is_edited, write_card
-from tokenformer.train import folder as folders
-from tokenformer.train.history import run_history
-from tokenformer.train.ranks import CheckpointError, Ranks
-from tokenformer.train.tensors import model_tensors, not_finite, unwrap
+from tokenformer.train.checkpoint.tensors import model_tensors, not_finite, unwrap
+from tokenformer.train.parallel.ranks import Ranks
+from tokenformer.train.run_history import run_history
 
 
 def export(model: nn.Module, preprocessor: Any, folder: Path) -> Path:
@@ -38,15 +39,15 @@ def export(model: nn.Module, preprocessor: Any, folder: Path) -> Path:
             whole[name.removeprefix("model.")] = full.cpu()
     with ranks.together(task):
         if ranks.first:
-            unfinished = folders.start(path, kin=escape(path.name))
+            unfinished = files.start_folder(path, kin=escape(path.name))
             try:
                 if is_edited(path):
                     shutil.copyfile(path / CARD, unfinished / CARD)
                 write(unwrap(model), whole, preprocessor, unfinished)
                 write_card(unfinished, unwrap(model).config, run_history(path.parent))
-                folders.finish(unfinished, path)
+                files.finish_folder(unfinished, path)
             except BaseException:
-                folders.discard(unfinished)
+                files.discard_folder(unfinished)
                 raise
     return path
 

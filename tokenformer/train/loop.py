@@ -17,8 +17,14 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from tokenformer.growth.tokens.prefix import set_active_share
-from tokenformer.train.average import WeightAverage
-from tokenformer.train.distribution import (
+from tokenformer.train.ema import WeightEMA
+from tokenformer.train.loss_spikes import SpikeDetector
+from tokenformer.train.memory import check_memory, explained_memory
+from tokenformer.train.metrics import Row
+from tokenformer.train.nested_dropout import NestedDropout
+from tokenformer.train.optimizer import clip_gradients, make_optimizer, set_rate
+from tokenformer.train.options import OptimizerOptions, RunOptions, ScheduleOptions
+from tokenformer.train.parallel.distribute import (
     device,
     distribute,
     gather_anew,
@@ -26,15 +32,9 @@ from tokenformer.train.distribution import (
     largest,
     total,
 )
-from tokenformer.train.memory import check_memory, explained_memory
-from tokenformer.train.mesh import make_mesh
-from tokenformer.train.metrics import Row
-from tokenformer.train.nested import NestedDropout
-from tokenformer.train.optimizer import clip_gradients, make_optimizer, set_rate
-from tokenformer.train.options import OptimizerOptions, RunOptions, ScheduleOptions
+from tokenformer.train.parallel.mesh import make_mesh
 from tokenformer.train.row_rates import RowRates
 from tokenformer.train.schedule import rate_factor
-from tokenformer.train.spikes import SpikeWatch
 from tokenformer.train.task import Task
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -79,11 +79,11 @@ class Loop:
         self.module = distribute(task.model, task.module, run.parallel, run.seed, self.mesh)
         self.optimizer = make_optimizer(task.model, optimizer)
         self.rows = RowRates(task.model)
-        self.average = WeightAverage(task.model, run.ema) if run.ema is not None else None
+        self.average = WeightEMA(task.model, run.ema) if run.ema is not None else None
         self.call = torch.compile(self.module) if run.compile else self.module
         # fp16 gradients underflow; they are computed of a loss made larger, and divided again.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=run.precision == "fp16")
-        self.watch = SpikeWatch(run.spike_factor, least=task.chance_loss / 2)
+        self.watch = SpikeDetector(run.spike_factor, least=task.chance_loss / 2)
         self.progress = Progress(step=first_step)
         self.nested = None if run.nested is None else NestedDropout(tuple(run.nested), run.seed)
         self.before_step: list[Callable[[int], None]] = []

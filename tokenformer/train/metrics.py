@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenformer.data.shards import write_whole
-from tokenformer.train.spikes import TrainingError
+from tokenformer.errors import TrainingError
+from tokenformer.files import write_whole
 
 if TYPE_CHECKING:  # commands read metrics before they import torch
-    from tokenformer.train.ranks import Ranks
+    from tokenformer.train.parallel.ranks import Ranks
 
 Row = dict[str, Any]
 """step, tokens (of an image task: images), flops, seconds, loss, lr, gradient_norm; val_loss, and

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from tokenformer.layers.pattention import Pattention
 from tokenformer.train.options import OptimizerOptions
-from tokenformer.train.tensors import by_mesh, mesh_of
+from tokenformer.train.parallel.mesh import by_mesh, mesh_of
 
 
 def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.Optimizer:

@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from tokenformer.errors import TokenformerError
-from tokenformer.files import exists, missing
+from tokenformer.paths import exists, missing
 from tokenformer.train.options import Recipe
 
 CONFIG = "config.yaml"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tokenformer.growth.tokens.token_set import token_layers
-from tokenformer.train.weights import part_of
+from tokenformer.train.parallel.meta_init import part_of
 
 
 class RowRates:

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
-from tokenformer.growth.report import GrowthReport
+from tokenformer.errors import CheckpointError, TrainingError
+from tokenformer.growth.growth_report import GrowthReport
 from tokenformer.train import checkpoint
-from tokenformer.train.background import AsyncSaver
-from tokenformer.train.curve import draw_loss
-from tokenformer.train.distribution import largest
+from tokenformer.train.checkpoint.async_saver import AsyncSaver
 from tokenformer.train.export import export
 from tokenformer.train.loop import Loop, Progress
-from tokenformer.train.materials import Materials, materials_of
+from tokenformer.train.loss_plot import draw_loss
 from tokenformer.train.metrics import (
     Row,
     cut_metrics,
@@ -32,20 +31,21 @@ from tokenformer.train.metrics import (
     read_metrics,
 )
 from tokenformer.train.options import Recipe
-from tokenformer.train.ranks import CheckpointError, Ranks
+from tokenformer.train.parallel.distribute import largest
+from tokenformer.train.parallel.ranks import Ranks
 from tokenformer.train.recipe import RecipeError
-from tokenformer.train.record import CHECKPOINTS, METRICS, MODEL, PICTURE, Record, check_folder
 from tokenformer.train.reporters import check_reporters, reporter
-from tokenformer.train.scale import ScaleAnneal
-from tokenformer.train.seam import (
+from tokenformer.train.run_record import CHECKPOINTS, METRICS, MODEL, PICTURE, Record, check_folder
+from tokenformer.train.scale_anneal import ScaleAnneal
+from tokenformer.train.stages import plan
+from tokenformer.train.training_state import (
     check_growth,
     grow_checkpoint,
     load_checkpoint,
     make_loop,
     saved_model,
 )
-from tokenformer.train.spikes import TrainingError
-from tokenformer.train.stages import plan
+from tokenformer.train.workload import Workload, workload_of
 
 MOST_PROBLEMS = 10
 NEEDED = {
@@ -73,9 +73,9 @@ class Run:
     """One recipe in one folder. `go` trains to the end, from the last checkpoint if any."""
 
     def __init__(
-        self, folder: Path, recipe: Recipe, materials: Materials, report: Callable[[str], None]
+        self, folder: Path, recipe: Recipe, workload: Workload, report: Callable[[str], None]
     ) -> None:
-        self.folder, self.recipe, self.materials, self.report = folder, recipe, materials, report
+        self.folder, self.recipe, self.workload, self.report = folder, recipe, workload, report
         check_reporters(recipe.run.log_to)
         self.stages = plan(recipe)
         self.ranks = Ranks()
@@ -193,9 +193,9 @@ class Run:
         checkpoint.sweep(self.checkpoints)
         if path is None:
             self.stage, self.anneal = self.stages[0], None
-            model = self.materials.first_model()
+            model = self.workload.first_model()
             check_growth(model.config, self.stages)
-            loop = make_loop(self.stage, model, self.materials)
+            loop = make_loop(self.stage, model, self.workload)
             loop.task.model.train()
             return loop
         self.resumed = path
@@ -205,13 +205,13 @@ class Run:
         grows = before.last_step <= state["step"] < self.last_step
         self.stage = self.stages[before.index + grows]
         if self.stage is before:
-            loop = make_loop(before, saved_model(path, state["config"]), self.materials)
+            loop = make_loop(before, saved_model(path, state["config"]), self.workload)
             self.anneal = self.annealed(loop, state.get("scales_began"))
             load_checkpoint(path, loop.task.model, loop.optimizer, loop.average)
             loop.watch.recent.extend(state["recent"])
         else:
             loop, self.growth = grow_checkpoint(
-                path, state["config"], before, self.stage, self.materials
+                path, state["config"], before, self.stage, self.workload
             )
             self.anneal = self.annealed(loop)
             self.report(f"stage {self.stage.index + 1}: {self.growth}")
@@ -323,7 +323,7 @@ class Run:
         """The model as it is validated, for anyone to load while training goes on."""
         with self.loop.averaged():
             model = self.loop.task.model
-            export(model, self.materials.preprocessor(model), self.folder / MODEL)
+            export(model, self.workload.preprocessor(model), self.folder / MODEL)
 
     def conclude(self) -> None:
         self.export()
@@ -334,7 +334,7 @@ class Run:
                     [r for r in rows if "problem" not in r and r.keys() >= {"loss", "tokens"}],
                     self.folder / PICTURE,
                     self.folder.name,
-                    self.materials.unit,
+                    self.workload.unit,
                 )
 
     @contextmanager
@@ -361,7 +361,7 @@ def run_recipe(recipe: Recipe, folder: Path) -> None:
     """Train as `recipe` says, in `folder`, without a word; from where it was, if it was begun."""
     record = Record(folder)
     check_folder(folder)
-    run = Run(folder, recipe, materials_of(recipe), lambda line: None)
+    run = Run(folder, recipe, workload_of(recipe), lambda line: None)
     step = run.loop.progress.step
     record.check(recipe, step)
     if not run.finished:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tokenformer.convert.pretrained.distillation import DivergenceLoss, distil
-from tokenformer.convert.pretrained.transformer import from_transformer
+from tokenformer.convert.pretrained.from_transformer import from_transformer
 
 
 def test_the_loss_is_the_divergence_summed_over_tokens(make_source, batches):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tokenformer.convert.pretrained.activation_statistics import Moments
 from tokenformer.convert.pretrained.constructions import RIDGE, Affine, Site
-from tokenformer.convert.pretrained.statistics import Moments
 
 FLOOR = 1e-12
 """Least square of how much a channel counts, as a share of the mean: some may not count at all."""

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tokenformer.convert.pretrained.activation_statistics import Inputs, LayerInputs, PlainNorm
 from tokenformer.convert.pretrained.architectures import Block
 from tokenformer.convert.pretrained.constructions import (
     Affine,
@@ -23,7 +24,6 @@ from tokenformer.convert.pretrained.constructions import (
 )
 from tokenformer.convert.pretrained.gated import gated_output, gated_tokens
 from tokenformer.convert.pretrained.spare_channel import spare_channel
-from tokenformer.convert.pretrained.statistics import Inputs, LayerInputs, PlainNorm
 from tokenformer.growth.tokens.token_set import TokenSet
 
 MEASURED_EVERY = 8

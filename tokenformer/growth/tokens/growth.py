@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenformer.growth.growth_report import GrowthReport
 from tokenformer.growth.origin import NEW, added_rows
-from tokenformer.growth.report import GrowthReport
 from tokenformer.growth.tokens.rewrite import TokenRewrite
 from tokenformer.growth.tokens.token_counts import (
     Place,

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenformer.growth.growth_report import GrowthReport
 from tokenformer.growth.origin import NEW, Origin
-from tokenformer.growth.report import GrowthReport
 from tokenformer.growth.tokens.prefix import active_share
 from tokenformer.growth.tokens.rewrite import replace_tokens
 from tokenformer.growth.tokens.token_set import (

@@ -5,7 +5,7 @@
 
 The first ceil(share n) tokens of a layer take part, with the same share of its scale (see
 `Pattention.token_set`). Any model can be cut so; one trained with nested dropout
-(`tokenformer.train.nested`) has its prefixes trained.
+(`tokenformer.train.nested_dropout`) has its prefixes trained.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tokenformer.growth.report import GrowthReport
+from tokenformer.growth.growth_report import GrowthReport
 from tokenformer.growth.tokens.rewrite import replace_tokens
 from tokenformer.growth.tokens.token_counts import check_not_quantized, share_of
 from tokenformer.growth.tokens.token_set import (

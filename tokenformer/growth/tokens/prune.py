@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenformer.growth.report import GrowthReport
+from tokenformer.growth.growth_report import GrowthReport
 from tokenformer.growth.tokens.prefix import active_share
 from tokenformer.growth.tokens.refit import refitted
 from tokenformer.growth.tokens.rewrite import replace_tokens

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from tokenformer.growth.assembly import assemble
+from tokenformer.growth.growth_report import GrowthReport, Part
 from tokenformer.growth.origin import Origin
 from tokenformer.growth.probe import layer_change, output_change
-from tokenformer.growth.report import GrowthReport, Part
 from tokenformer.growth.tokens.token_counts import Place, Sizes, config_with_tokens
 from tokenformer.growth.tokens.token_set import Replacement, TokenSet, token_layers
 from tokenformer.layers.pattention import Pattention

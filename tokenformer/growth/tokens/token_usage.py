@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tokenformer.growth.inputs import KINDS, check_batch, run
+from tokenformer.growth.probe_inputs import KINDS, check_batch, run
 from tokenformer.growth.tokens.prefix import active_share
 from tokenformer.growth.tokens.token_set import token_layers
 from tokenformer.layers.pattention import Pattention

@@ -22,8 +22,8 @@ from inspect import signature
 from typing import Any
 
 from tokenformer.growth.assembly import assemble
+from tokenformer.growth.growth_report import GrowthReport, Part
 from tokenformer.growth.probe import output_change
-from tokenformer.growth.report import GrowthReport, Part
 from tokenformer.growth.transformer.bert2bert import advanced_knowledge, function_preserving
 from tokenformer.growth.transformer.block_padding import block_padding
 from tokenformer.growth.transformer.expansion import Expansion, Grown

@@ -1,0 +1,65 @@
+"""Weights drawn for a model without memory: the rule is the model's own, the numbers the seed's."""
+
+import pytest
+import torch
+
+import tokenformer
+from tokenformer.train.parallel.meta_init import draw_weights
+
+
+@pytest.fixture
+def draw(make_config, family):
+    classes = {
+        "tokenformer": tokenformer.TokenformerForCausalLM,
+        "transformer": tokenformer.TransformerForCausalLM,
+    }
+
+    def make(seed=0, **options):
+        with torch.device("meta"):
+            model = classes[family](make_config(family, **options))
+        draw_weights(model, seed, torch.device("cpu"))
+        return model
+
+    return make
+
+
+def test_every_parameter_follows_the_models_rule(draw, family):
+    model = draw(hidden_size=128, positions="learned", tie_word_embeddings=False)
+    built = type(model)(model.config)
+    for name, parameter in model.named_parameters():
+        expected = built.get_parameter(name)
+        assert parameter.shape == expected.shape
+        assert parameter.requires_grad
+        assert parameter.mean().item() == pytest.approx(expected.mean().item(), abs=0.02)
+        assert parameter.std().item() == pytest.approx(expected.std().item(), rel=0.1, abs=1e-9)
+
+
+def test_the_seed_decides_and_nothing_else(draw):
+    torch.manual_seed(1)
+    one = draw()
+    after = torch.rand(2)
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(2), after), "the generator of the caller is left alone"
+    for name, parameter in draw().named_parameters():
+        assert torch.equal(parameter, one.get_parameter(name))
+    other = draw(seed=1)
+    assert not torch.equal(other.model.embed_tokens.weight, one.model.embed_tokens.weight)
+    # A layer's weights do not depend on how many there are.
+    deeper = draw(num_hidden_layers=3, variant="paper")
+    shallow = draw(num_hidden_layers=2, variant="paper")
+    for name, parameter in shallow.model.layers[1].named_parameters():
+        assert torch.equal(parameter, deeper.model.layers[1].get_parameter(name))
+
+
+def test_tied_weights_stay_tied(draw):
+    model = draw()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert draw(tie_word_embeddings=False).lm_head.weight is not model.lm_head.weight
+
+
+def test_a_learned_scale_begins_at_its_value(make_config):
+    with torch.device("meta"):
+        model = tokenformer.TokenformerForCausalLM(make_config("tokenformer", learned_scale=True))
+    draw_weights(model, 0, torch.device("cpu"))
+    assert model.model.layers[0].attention.q.scale_tokens.item() == 24
+    assert model.model.layers[1].ffn.scale_tokens.item() == 44

@@ -1,0 +1,24 @@
+"""A Hugging Face folder written from tensors: configuration, weights, and what reads for them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tokenformer.models.catalogue import blank
+from tokenformer.train.checkpoint.tensors import storable
+
+SHARD = "2GB"
+
+
+def write_folder(
+    config: Any, tensors: Mapping[str, Tensor], preprocessor: Any | None, out: Path
+) -> None:
+    """Tensors that are memory-mapped go straight from their file into the new one. The preprocessor
+    is a tokenizer or an image processor."""
+    dtype = next(iter(tensors.values())).dtype
+    model = blank(config).to(dtype)
+    model.save_pretrained(out, state_dict=storable(tensors, copy=False), max_shard_size=SHARD)
+    if preprocessor is not None:
+        preprocessor.save_pretrained(out)

@@ -1,0 +1,127 @@
+"""What became of a Transformer: the tokens of every map, and how far each is from the original."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenformer.growth.growth_report import kind_of
+
+REPORT = "conversion.json"
+
+
+@dataclass(frozen=True)
+class ConvertedMap:
+    """One Pattention layer and the map it stands for."""
+
+    name: str
+    form: str
+    """How its tokens were made: pair, shift, own rows or fitted."""
+    tokens: int
+    scale: float
+    parameters_before: int
+    parameters_after: int
+    error: float
+    """||ours - source|| / ||source|| over the rows that reach it in the source."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two models on the same tokens, in nats a token."""
+
+    tokens: int
+    source_loss: float
+    loss: float
+    divergence: float
+    """Kullback-Leibler divergence of ours from the source's next-token distribution."""
+    agreement: float
+    """Share of tokens where both find the same next one the likeliest."""
+    logit_error: float
+    """||ours - source|| / ||source||, with the mean taken from each row of logits."""
+
+    def __str__(self) -> str:
+        return (
+            f"on {self.tokens:,} tokens: perplexity {perplexity(self.source_loss)} -> "
+            f"{perplexity(self.loss)}, divergence {self.divergence:.2e} nats, same likeliest token "
+            f"{self.agreement:.2%}, error of the logits {self.logit_error:.1e}"
+        )
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """After so many steps of training towards the source."""
+
+    steps: int
+    comparison: Comparison
+
+
+def perplexity(loss: float) -> str:
+    return f"{math.exp(min(loss, 700)):,.4f}"
+
+
+@dataclass
+class ConversionReport:
+    source: str
+    """The kind of model, such as gpt2."""
+    linear: str
+    parameters_before: int
+    parameters_after: int
+    maps: list[ConvertedMap]
+    measured_on: str
+    """`text` or, where none was given, `random tokens`."""
+    comparison: Comparison
+    distilled: Distilled | None = None
+    tokenizer: str | None = None
+    """Where it came from."""
+
+    @property
+    def max_error(self) -> float:
+        return max(part.error for part in self.maps)
+
+    def asdict(self) -> dict[str, Any]:
+        return asdict(self) | {"max_error": self.max_error}
+
+    def save(self, path: Path | str) -> None:
+        Path(path).write_text(json.dumps(self.asdict(), indent=2) + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.source}: {self.parameters_before:,} -> {self.parameters_after:,} parameters, "
+            f"errors on {self.measured_on}"
+        ]
+        rows: list[tuple[str, ...]] = [
+            ("", "form", "tokens", "parameters", "error, mean", "largest")
+        ]
+        rows += [cells(kind, parts) for kind, parts in gathered(self.maps).items()]
+        widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+        for row in rows:
+            first, *others = (
+                cell.rjust(width) if place > 1 else cell.ljust(width)
+                for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            lines.append("  ".join([first, *others]).rstrip())
+        lines.append(str(self.comparison))
+        if self.distilled is not None:
+            lines.append(f"distilled for {self.distilled.steps} steps, {self.distilled.comparison}")
+        return "\n".join(lines)
+
+
+def gathered(maps: list[ConvertedMap]) -> dict[str, list[ConvertedMap]]:
+    """The same map of all layers together."""
+    groups: dict[str, list[ConvertedMap]] = {}
+    for part in maps:
+        groups.setdefault(kind_of(part.name), []).append(part)
+    return groups
+
+
+def cells(kind: str, parts: list[ConvertedMap]) -> tuple[str, ...]:
+    first, errors = parts[0], [part.error for part in parts]
+    return (
+        kind if len(parts) > 1 else first.name,
+        first.form,
+        f"{first.tokens:,}",
+        f"{first.parameters_before:,} -> {first.parameters_after:,}",
+        f"{sum(errors) / len(errors):.1e}",
+        f"{max(errors):.1e}",
+    )

@@ -1,0 +1,130 @@
+"""Requests to token ids, outside of the event loop, so that the server answers others meanwhile."""
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from tokenformer.serve.chat_template import ChatTemplate
+from tokenformer.serve.limits import Limits
+from tokenformer.serve.prompt import PromptError
+
+
+class PromptEncoder:
+    """Renders and tokenizes prompts, in one thread each: a slow chat template does not delay
+    completions, and no two prompts take the tokenizer's memory at once."""
+
+    def __init__(self, tokenizer: Any, context: int, limits: Limits) -> None:
+        self.tokenizer = tokenizer
+        self.context = context
+        self.longest = longest_token(tokenizer)
+        self.tokenizing = ThreadPoolExecutor(1, "tokenize")
+        self.rendering = ThreadPoolExecutor(1, "render")
+        self.template: ChatTemplate | None = None
+        self.closed = False
+        if (source := chat_template(tokenizer)) is not None:
+            self.template = ChatTemplate(
+                source,
+                tokenizer.special_tokens_map,
+                limits.template_timeout,
+                max_characters=4 * limits.max_body,
+            )
+            self.rendering.submit(self.template.start)
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> torch.Tensor:
+        """Token ids [1, T]; a text that cannot fit the context is refused before it is tokenized,
+        where its length alone proves that."""
+        least = 0 if self.longest is None else len(text.encode()) // self.longest
+        if least >= self.context:
+            raise PromptError(
+                f"the prompt has at least {least} tokens, the model's context {self.context}, "
+                "answer included"
+            )
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.tokenizing, self.tokenize, text, add_special_tokens)
+
+    async def encode_chat(self, messages: list[dict[str, Any]]) -> torch.Tensor:
+        if self.template is None:
+            raise PromptError("this model has no chat template; use /v1/completions")
+        loop = asyncio.get_running_loop()
+        text = await loop.run_in_executor(self.rendering, self.render, messages)
+        return await self.encode(text, add_special_tokens=False)
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        self.check_open()
+        assert self.template is not None
+        return self.template.render(messages)
+
+    def tokenize(self, text: str, add_special_tokens: bool) -> torch.Tensor:
+        self.check_open()
+        encoded = self.tokenizer(
+            text,
+            add_special_tokens=add_special_tokens,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            return_tensors="pt",
+        )
+        ids: torch.Tensor = encoded["input_ids"]
+        return ids
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise RuntimeError("the server is shutting down")
+
+    def close(self) -> None:
+        """Drop the prompts that wait, and end a chat template that is being rendered."""
+        self.closed = True
+        if self.template is not None:
+            self.template.kill()
+            self.rendering.submit(self.template.reap)
+
+    def wait(self) -> None:
+        """After `close`: until both threads are done, which the interpreter waits for as well."""
+        self.tokenizing.shutdown()
+        self.rendering.shutdown()
+
+
+def chat_template(tokenizer: Any) -> str | None:
+    """The template that a chat without tools uses, if the tokenizer has one."""
+    try:
+        template: str = tokenizer.get_chat_template()
+    except ValueError:  # none, or several of which none is the default
+        return None
+    return template
+
+
+def longest_token(tokenizer: Any) -> int | None:
+    """The most bytes of text that one token can stand for; None where there may be no such limit.
+
+    Only byte-level BPE of a fast tokenizer is certain. Elsewhere a normalizer can remove text, a
+    run of unknown characters can become one token, and whitespace none.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # a tokenizer in Python, such as ByT5Tokenizer
+        return None
+    description = json.loads(backend.to_str())
+    model, vocabulary = description["model"], tokenizer.get_vocab()
+    added = description["added_tokens"]
+    whole = (
+        model["type"] == "BPE"
+        and description["normalizer"] is None
+        and keeps_bytes(description["pre_tokenizer"])
+        and set(ByteLevel.alphabet()) <= vocabulary.keys()
+        and not any(token["lstrip"] or token["rstrip"] for token in added)
+    )
+    # A symbol of the byte alphabet is at least as long in UTF-8 as the byte it stands for.
+    return max(len(token.encode()) for token in vocabulary) if whole else None
+
+
+def keeps_bytes(pre_tokenizer: dict[str, Any] | None) -> bool:
+    """Whether the text is only cut, and each of its bytes becomes a symbol."""
+    if pre_tokenizer is None:
+        return False
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    kinds = [step["type"] for step in steps]
+    removes = any(step.get("behavior") == "Removed" for step in steps)
+    return "ByteLevel" in kinds and {*kinds} <= {"ByteLevel", "Split", "Digits"} and not removes

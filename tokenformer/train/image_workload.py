@@ -1,0 +1,125 @@
+"""What a recipe of images trains on and with."""
+
+from typing import Any
+
+from tokenformer.data.image_batches import ImageReader
+from tokenformer.data.image_sources import all_splits, load_images
+from tokenformer.data.images import ImageSet
+from tokenformer.errors import DataError
+from tokenformer.models.catalogue import MODELS, blank
+from tokenformer.models.image_processing import TokenformerImageProcessor
+from tokenformer.models.loading import load_for_training
+from tokenformer.models.vision_configuration import (
+    TokenformerVisionConfig,
+    TransformerVisionConfig,
+    VisionConfig,
+)
+from tokenformer.train.image_task import ImageTask
+from tokenformer.train.options import Recipe
+from tokenformer.train.recipe_inputs import check_model_options
+
+IMAGE_FAMILIES: dict[str, type[Any]] = {
+    "tokenformer": TokenformerVisionConfig,
+    "transformer": TransformerVisionConfig,
+}
+
+
+class ImageWorkload:
+    """Pictures, and models as they are asked for."""
+
+    unit = "images"
+
+    def __init__(self, recipe: Recipe) -> None:
+        data = recipe.data
+        if data.images is None:
+            raise ValueError("data.images is missing; name a folder of images, or digits")
+        if data.corpus is not None:
+            raise ValueError(
+                f"data.images={data.images} and data.corpus={data.corpus} cannot both be trained on"
+            )
+        self.recipe = recipe
+        self.train: ImageSet
+        self.held_out: ImageSet | None = None
+        if recipe.run.validate_every == 0 and data.held_out_share == 0:
+            found = all_splits(data.images, data.on_corrupt)
+            if "train" not in found:
+                raise DataError(f"{data.images} has no split train; it has {', '.join(found)}")
+            self.train = found["train"]
+        else:
+            splits = load_images(
+                data.images, held_out_share=data.held_out_share, on_corrupt=data.on_corrupt
+            )
+            self.train, self.held_out = splits.train, splits.held_out
+        self.classes = self.train.classes
+
+    def first_model(self) -> Any:
+        """The recipe's own: on the meta device, where `distribute` gives it weights, or loaded."""
+        options = self.recipe.model
+        config_class = IMAGE_FAMILIES[options.family]
+        if options.start_from is not None:
+            return self.loaded(options.start_from, MODELS[config_class])
+        for name in ("num_labels", "num_classes"):
+            wanted = options.options.get(name, len(self.classes))
+            if wanted != len(self.classes):
+                raise ValueError(
+                    f"model.options.{name}={wanted}, but the images have {len(self.classes)} "
+                    "classes; leave it out"
+                )
+        given: dict[str, Any] = {**self.class_names, **options.options}
+        if options.preset is not None:
+            config = config_class.from_preset(options.preset, **given)
+        else:
+            height, width, channels = self.train.picture(0)[0].shape
+            native = {"image_size": min(height, width), "num_channels": channels}
+            config = config_class(**{**native, **given})
+        check_model_options(options.options, config_class)
+        return blank(config)
+
+    @property
+    def class_names(self) -> dict[str, Any]:
+        """As a configuration has them."""
+        return {
+            "num_labels": len(self.classes),
+            "id2label": dict(enumerate(self.classes)),
+            "label2id": {name: index for index, name in enumerate(self.classes)},
+        }
+
+    def loaded(self, folder: str, model_class: Any) -> Any:
+        """What it learns from here on is to name these images."""
+        model = load_for_training(model_class, folder)
+        if model.config.num_labels != len(self.classes):
+            raise ValueError(
+                f"model.start_from={folder} knows {model.config.num_labels} classes, the images "
+                f"have {len(self.classes)}"
+            )
+        model.config.update(self.class_names)
+        return model
+
+    def preprocessor(self, model: Any) -> TokenformerImageProcessor:
+        """What the model's images go through, kept beside it."""
+        config: VisionConfig = model.config
+        return TokenformerImageProcessor.for_size(
+            config.image_size, config.num_channels, crop_share=self.recipe.data.crop_share
+        )
+
+    def task(self, model: Any) -> ImageTask:
+        if model.config.num_labels < len(self.classes):
+            raise DataError(
+                f"the model knows {model.config.num_labels} classes, the images have "
+                f"{len(self.classes)}"
+            )
+        return ImageTask(
+            model,
+            self.reader(self.train, model),
+            None if self.held_out is None else self.reader(self.held_out, model),
+            augmentation=self.recipe.augmentation,
+            seed=self.recipe.run.seed,
+        )
+
+    def reader(self, pictures: ImageSet, model: Any) -> ImageReader:
+        return ImageReader(
+            pictures,
+            self.preprocessor(model),
+            model.config.num_labels,
+            self.recipe.data.workers,
+        )

@@ -1,0 +1,164 @@
+"""What a run reads from disk, found and checked before torch is imported: its data and first model.
+
+A relative path in a recipe is looked for in the working folder, then in the folder of the recipe,
+then in the folder that holds `recipes/`, so that a recipe of a clone works from any folder. A path
+given on the command line is one in the working folder. The run records the absolute path, and a run
+that continues finds its data by it.
+"""
+
+import difflib
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from tokenformer.data.corpus import Corpus, Split
+from tokenformer.data.image_sources import DIGITS
+from tokenformer.errors import DataError
+from tokenformer.models import presets
+from tokenformer.paths import exists, expanded, is_local, missing, nearest
+from tokenformer.train.options import OptimizerOptions, Recipe
+from tokenformer.train.recipe import read_mapping
+from tokenformer.train.reporters import check_reporters
+from tokenformer.train.stages import plan
+
+TRAIN, VALIDATION = "train", "validation"
+PRESETS = {
+    ("tokenformer", True): presets.TOKENFORMER_PRESETS,
+    ("transformer", True): presets.TRANSFORMER_PRESETS,
+    ("tokenformer", False): presets.VISION_TOKENFORMER_PRESETS,
+    ("transformer", False): presets.VISION_TRANSFORMER_PRESETS,
+}
+"""By family, and whether the model is one of text."""
+
+
+def located(
+    recipe: Recipe, file: Path, record: dict[str, Any] | None, report: Callable[[str], None]
+) -> Recipe:
+    """The recipe with the absolute paths of what it reads; `report` is told of those that are not
+    in the working folder. What is not found stays as it is: a hub name, or a mistake."""
+    written = read_mapping(file)
+
+    def find(section: str, name: str, value: str | None) -> str | None:
+        if value is None or (name == "images" and value == DIGITS):
+            return value
+        in_recipe = (written.get(section) or {}).get(name) == value
+        recorded = ((record or {}).get(section) or {}).get(name)
+        for place, folder in enumerate(places(value, file if in_recipe else None, recorded)):
+            if exists(folder) and folder.is_dir():
+                if place > 0:
+                    report(
+                        f"{section}.{name}: {value} is not in the working folder; using {folder}"
+                    )
+                return str(folder.resolve())
+        return value
+
+    data = replace(
+        recipe.data,
+        corpus=find("data", "corpus", recipe.data.corpus),
+        images=find("data", "images", recipe.data.images),
+    )
+    start = find("model", "start_from", recipe.model.start_from)
+    if start is not None and exists(Path(start) / "model" / "config.json"):
+        start = str(Path(start) / "model")  # of a run folder
+    return replace(recipe, data=data, model=replace(recipe.model, start_from=start))
+
+
+def places(value: str, file: Path | None, recorded: str | None) -> Iterator[Path]:
+    path = expanded(value)
+    yield path
+    if path.is_absolute():
+        return
+    if file is not None:
+        home = file.resolve().parent
+        yield home / path
+        for folder in (home, *home.parents):
+            if folder.name == "recipes":
+                yield folder.parent / path
+    if recorded is not None and Path(recorded).parts[-len(path.parts) :] == path.parts:
+        yield Path(recorded)
+
+
+def check_inputs(recipe: Recipe, begun: bool) -> None:
+    """Refuse a recipe whose data, first model, preset, stages or reporters are not there. A run
+    that has `begun` does not need the model it started from any more."""
+    plan(recipe)
+    check_reporters(recipe.run.log_to)
+    model, data = recipe.model, recipe.data
+    if model.preset is not None and not begun:
+        presets.preset(model.preset, PRESETS[model.family, data.images is None])
+    if data.images is None:
+        text_splits(recipe)
+    elif data.images != DIGITS and is_mistyped(data.images):
+        raise DataError(f"data.images: {missing(data.images)}")
+    if model.start_from is not None and not begun:
+        check_start(model.start_from)
+
+
+def check_start(name: str) -> None:
+    folder = expanded(name)
+    if exists(folder) and folder.is_dir() and not (folder / "config.json").exists():
+        raise DataError(f"model.start_from: {name} has no config.json; name a model or run folder")
+    if is_mistyped(name):
+        raise DataError(f"model.start_from: {missing(name)}")
+
+
+def is_mistyped(name: str) -> bool:
+    """Whether a name is of nothing here, and no name of the hub: it is written as a path, or a path
+    that is much like it exists."""
+    path = expanded(name)
+    return not exists(path) and (is_local(name) or nearest(path) is not None)
+
+
+def is_rate_for_fresh_weights(recipe: Recipe, file: Path) -> bool:
+    """Whether a model that was trained before is to be trained at the rate of a recipe that starts
+    with fresh weights."""
+    written = read_mapping(file)
+    if (written.get("model") or {}).get("start_from") is not None:
+        return False
+    rate = (written.get("optimizer") or {}).get("learning_rate", OptimizerOptions.learning_rate)
+    return float(rate) == recipe.optimizer.learning_rate
+
+
+def check_model_options(options: dict[str, Any], config_class: type[Any]) -> None:
+    """Refuse an option that the configuration would keep and no model would read."""
+    known = {field.name for field in fields(config_class)} | {"num_labels", "num_classes"}
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean model.options.{near[0]}?" if near else ""
+            raise DataError(
+                f"model.options.{name} is not an option of {config_class.__name__}{hint}"
+            )
+
+
+def text_splits(recipe: Recipe) -> tuple[Corpus, Split, Split | None]:
+    """The corpus of a recipe, its split to train on and the one to validate on, if it validates."""
+    data = recipe.data
+    if data.corpus is None:
+        raise DataError("data.corpus is missing; name a folder made by `tokenformer prepare`")
+    if not exists(expanded(data.corpus)):
+        hint = "" if nearest(Path(data.corpus)) else "; make it with `tokenformer prepare`"
+        raise DataError(f"data.corpus: {missing(data.corpus)}{hint}")
+    corpus = Corpus(data.corpus)
+    train = corpus.split(TRAIN)
+    check_split(corpus, train, data.length, "")
+    if recipe.run.validate_every == 0:
+        return corpus, train, None
+    remedy = ", or train without validation: --run.validate_every 0"
+    if VALIDATION not in corpus.splits:
+        raise DataError(
+            f"{data.corpus} has no split {VALIDATION}; it has {', '.join(corpus.splits)}; prepare "
+            f"the text with --validation 0.05{remedy}"
+        )
+    validation = corpus.split(VALIDATION)
+    check_split(corpus, validation, data.length, remedy)
+    return corpus, train, validation
+
+
+def check_split(corpus: Corpus, split: Split, length: int, remedy: str) -> None:
+    if len(split) <= length:
+        raise DataError(
+            f"split {split.name} of {corpus.folder} has {len(split):,} tokens, one sequence needs "
+            f"{length + 1:,}; lower data.length{remedy}"
+        )

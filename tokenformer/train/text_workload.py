@@ -1,0 +1,84 @@
+"""What a recipe of text trains on and with."""
+
+from pathlib import Path
+from typing import Any
+
+from tokenformer.data.model_corpus import open_corpus
+from tokenformer.data.tokenizer import tokenizer_of_file
+from tokenformer.errors import DataError
+from tokenformer.models.catalogue import MODELS, blank
+from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
+from tokenformer.models.loading import load_for_training
+from tokenformer.train.options import Recipe
+from tokenformer.train.recipe_inputs import check_model_options, text_splits
+from tokenformer.train.task import LanguageTask
+
+TEXT_FAMILIES: dict[str, type[Any]] = {
+    "tokenformer": TokenformerConfig,
+    "transformer": TransformerConfig,
+}
+
+
+class TextWorkload:
+    """Text, its tokenizer, and models as they are asked for."""
+
+    unit = "tokens"
+
+    def __init__(self, recipe: Recipe) -> None:
+        from transformers import AutoTokenizer
+
+        self.recipe = recipe
+        self.corpus, self.train, self.held_out = text_splits(recipe)
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            self.corpus.tokenizer, trust_remote_code=False
+        )
+
+    def first_model(self) -> Any:
+        """The recipe's own: on the meta device, where `distribute` gives it weights, or loaded."""
+        options = self.recipe.model
+        config_class = TEXT_FAMILIES[options.family]
+        if options.start_from is not None:
+            return self.loaded(options.start_from, MODELS[config_class])
+        given = {
+            "vocab_size": self.corpus.vocab_size,
+            "max_position_embeddings": self.recipe.data.length,
+            "bos_token_id": self.tokenizer.bos_token_id,
+            "eos_token_id": self.tokenizer.eos_token_id,
+            "pad_token_id": self.tokenizer.pad_token_id,
+            **options.options,
+        }
+        config = (
+            config_class.from_preset(options.preset, **given)
+            if options.preset is not None
+            else config_class(**given)
+        )
+        check_model_options(options.options, config_class)
+        return blank(config)
+
+    def loaded(self, folder: str, model_class: Any) -> Any:
+        model = load_for_training(model_class, folder)
+        file = Path(folder) / "tokenizer.json"
+        tokenizer = tokenizer_of_file(file) if file.exists() else None
+        open_corpus(self.corpus.folder, tokenizer, model.config.vocab_size)  # or it is refused
+        return model
+
+    def preprocessor(self, model: Any) -> Any:
+        """What the model's text goes through, kept beside it."""
+        return self.tokenizer
+
+    def task(self, model: Any) -> LanguageTask:
+        if self.corpus.vocab_size > model.config.vocab_size:
+            raise DataError(
+                f"{self.corpus.folder} has a vocabulary of {self.corpus.vocab_size}, the model one "
+                f"of {model.config.vocab_size}; prepare the text with the model's tokenizer"
+            )
+        held_out = self.held_out
+        return LanguageTask(
+            model,
+            self.train,
+            held_out,
+            length=self.recipe.data.length,
+            seed=self.recipe.run.seed,
+            order=self.recipe.data.order,
+            bytes_per_token=1.0 if held_out is None else held_out.bytes / len(held_out),
+        )
