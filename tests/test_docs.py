@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import tokenformer
-from tests.processes import LIMIT, started
+from tests.support.processes import LIMIT, started
 from tokenformer.cli import main
 
 ROOT = Path(__file__).parent.parent

@@ -15,7 +15,7 @@ ROOMS = [
     "train",
     "evaluate",
     "convert",
-    "converse",
+    "serve",
     "cli",
 ]
 

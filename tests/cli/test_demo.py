@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import LIMIT, started, wait_until
+from tests.support.processes import LIMIT, started, wait_until
 from tokenformer.cli.demo import GROWN, PROMPT, SMALL, verdict
 from tokenformer.cli.terminal import printable
 from tokenformer.errors import InputError

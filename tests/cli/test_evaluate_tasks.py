@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from tests.processes import LIMIT, started
+from tests.support.processes import LIMIT, started
 from tokenformer.cli import main
 from tokenformer.data.byte_tokenizer import END_OF_TEXT, VOCAB_SIZE, byte_tokenizer
 from tokenformer.evaluate.benchmarks import BENCHMARKS

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.processes import LIMIT, take_interrupts, wait_until
+from tests.support.processes import LIMIT, take_interrupts, wait_until
 from tokenformer.cli import main
 from tokenformer.data.corpus import Corpus
 from tokenformer.data.standard_library import source_files

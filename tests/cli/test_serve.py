@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from tests.cli.conftest import SENTENCE
-from tests.processes import take_interrupts
+from tests.support.processes import take_interrupts
 from tokenformer.cli import main
 
 LIMIT = 300  # seconds, for what takes one or two

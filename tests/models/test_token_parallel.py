@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.processes import run_processes, whole
+from tests.support.processes import run_processes, whole
 from tokenformer import (
     TokenformerConfig,
     TokenformerForCausalLM,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.processes import LIMIT
+from tests.support.processes import LIMIT
 from tokenformer.layers import Linear, Pattention
 from tokenformer.layers.int8 import Int8Linear, Int8Pattention
 from tokenformer.ops import THETAS, pattention

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.processes import run_processes
+from tests.support.processes import run_processes
 from tokenformer.ops import THETAS, pattention
 from tokenformer.ops.sharded import SumGradient, sharded_pattention
 

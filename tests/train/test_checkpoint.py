@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import nn
 
-from tests.processes import LIMIT, run, run_apart, wait_until
+from tests.support.processes import LIMIT, run, run_apart, wait_until
 from tests.train.checkpoint_worker import UNFINISHED, Filled, make_model, make_optimizer, step_once
 from tokenformer import files
 from tokenformer.errors import CheckpointError

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-from tests.processes import run, started, wait_until
+from tests.support.processes import run, started, wait_until
 from tokenformer.cli import main
 from tokenformer.train.metrics import read_metrics
 

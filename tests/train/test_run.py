@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes import LIMIT, run, started, wait_until
+from tests.support.processes import LIMIT, run, started, wait_until
 from tests.train.conftest import MODEL, SECTIONS
 from tokenformer.cli import main
 from tokenformer.errors import TrainingError

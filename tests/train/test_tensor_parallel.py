@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.processes import run_processes
+from tests.support.processes import run_processes
 from tests.train.conftest import MODEL
 from tests.train.test_run import close, losses
 from tokenformer.cli import main

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import LIMIT
+from tests.support.processes import LIMIT
 from tests.train.test_run import close, finish, losses
 
 ADDRESSES = ("10.211.77.1", "10.211.77.2")
