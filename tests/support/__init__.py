@@ -1,1 +1,1 @@
-"""Helpers that several tests share. Tests import from here, never from another test or a conftest."""
+"""Helpers shared by tests. Tests import from here, never from another test or a conftest."""
