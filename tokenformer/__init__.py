@@ -26,7 +26,12 @@ if TYPE_CHECKING:
         TokenformerDecoderLayer,
         TokenformerEncoderLayer,
     )
-    from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
+    from tokenformer.models.configuration import (
+        TokenformerConfig,
+        TokenformerVisionConfig,
+        TransformerConfig,
+        TransformerVisionConfig,
+    )
     from tokenformer.models.image_processing import TokenformerImageProcessor
     from tokenformer.models.language import (
         TokenformerForCausalLM,
@@ -38,10 +43,6 @@ if TYPE_CHECKING:
     from tokenformer.models.vision import (
         TokenformerForImageClassification,
         TransformerForImageClassification,
-    )
-    from tokenformer.models.vision_configuration import (
-        TokenformerVisionConfig,
-        TransformerVisionConfig,
     )
     from tokenformer.ops import pattention
 
@@ -58,9 +59,9 @@ _HOMES = {
     "TransformerConfig": "tokenformer.models.configuration",
     "TransformerModel": "tokenformer.models.language",
     "TransformerForCausalLM": "tokenformer.models.language",
-    "TokenformerVisionConfig": "tokenformer.models.vision_configuration",
+    "TokenformerVisionConfig": "tokenformer.models.configuration",
     "TokenformerForImageClassification": "tokenformer.models.vision",
-    "TransformerVisionConfig": "tokenformer.models.vision_configuration",
+    "TransformerVisionConfig": "tokenformer.models.configuration",
     "TransformerForImageClassification": "tokenformer.models.vision",
     "TokenformerImageProcessor": "tokenformer.models.image_processing",
     "TokenQuantization": "tokenformer.models.quantization",

@@ -106,9 +106,12 @@ def grow_model(
     from transformers.utils import logging
 
     from tokenformer.growth.model_folder import grow_folder, grow_transformer_folder
-    from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
+    from tokenformer.models.configuration import (
+        TokenformerConfig,
+        TokenformerVisionConfig,
+        TransformerConfig,
+    )
     from tokenformer.models.loading import load_config
-    from tokenformer.models.vision_configuration import TokenformerVisionConfig
 
     families: dict[type, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         TokenformerConfig: (grow_folder, of_tokens, of_widths),

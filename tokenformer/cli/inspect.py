@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tokenformer.models.block_configuration import BlockConfig
-    from tokenformer.models.configuration import LanguageConfig
-    from tokenformer.models.vision_configuration import VisionConfig
+    from tokenformer.models.configuration import LanguageConfig, VisionConfig
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 LONGEST = 10**9
@@ -129,9 +128,10 @@ def load_config(model: str) -> "LanguageConfig | VisionConfig":
     folder = None if is_preset(name, size) else config_folder(model)
 
     from tokenformer.models.catalogue import MODELS
-    from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
-    from tokenformer.models.vision_configuration import (
+    from tokenformer.models.configuration import (
+        TokenformerConfig,
         TokenformerVisionConfig,
+        TransformerConfig,
         TransformerVisionConfig,
     )
 

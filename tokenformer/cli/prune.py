@@ -66,8 +66,8 @@ def prune_model(
     from tokenformer.errors import DataError
     from tokenformer.growth.model_folder import save
     from tokenformer.growth.tokens.prune import prune
+    from tokenformer.models.configuration import VisionConfig
     from tokenformer.models.loading import load_tokens
-    from tokenformer.models.vision_configuration import VisionConfig
     from tokenformer.train.parallel.distribute import device
 
     wanted = "data"

@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
+from tokenformer.models.configuration import VisionConfig
 from tokenformer.models.image_processing import TokenformerImageProcessor
-from tokenformer.models.vision_configuration import VisionConfig
 from tokenformer.train.recipe import CONFIG
 
 PROCESSOR = "preprocessor_config.json"

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from tokenformer.convert.source import Source
-from tokenformer.models.configuration import LanguageConfig
-from tokenformer.models.vision_configuration import VisionConfig
+from tokenformer.models.configuration import LanguageConfig, VisionConfig
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ about the model is passed over.
 from typing import Any
 
 from tokenformer.errors import ConversionError
-from tokenformer.models.configuration import TokenformerConfig
+from tokenformer.models.configuration import PROJECTIONS, TokenformerConfig
 from tokenformer.models.presets import TOKENFORMER_PRESETS
-from tokenformer.models.projection_configuration import PROJECTIONS
 
 SIZES = {
     "num_layers": "num_hidden_layers",

@@ -8,8 +8,7 @@ from typing import Any
 from tokenformer.growth.growth_report import GrowthReport
 from tokenformer.growth.tokens.growth import grow_tokens
 from tokenformer.growth.transformer.methods import METHODS, grow_transformer
-from tokenformer.models.configuration import TransformerConfig
-from tokenformer.models.projection_configuration import MatrixConfig, TokenConfig
+from tokenformer.models.configuration import MatrixConfig, TokenConfig, TransformerConfig
 
 TOKENS = "tokens"
 

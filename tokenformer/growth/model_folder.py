@@ -18,11 +18,10 @@ from tokenformer.growth.tokens.growth import TokenGrowth
 from tokenformer.growth.tokens.token_counts import target_sizes
 from tokenformer.growth.transformer.methods import grow_transformer
 from tokenformer.models.catalogue import MODELS
-from tokenformer.models.configuration import TransformerConfig
+from tokenformer.models.configuration import TokenConfig, Tokens, TransformerConfig
 from tokenformer.models.language import TransformerForCausalLM
 from tokenformer.models.loading import check_folder, load_config, load_whole
 from tokenformer.models.model_card import read_history, write_card
-from tokenformer.models.projection_configuration import TokenConfig, Tokens
 from tokenformer.models.weight_files import weight_files
 
 REPORT = "growth.json"

@@ -17,10 +17,16 @@ from bisect import bisect_left
 from dataclasses import fields
 
 from tokenformer.models.block_configuration import BlockConfig
-from tokenformer.models.configuration import LanguageConfig, TokenformerConfig, TransformerConfig
+from tokenformer.models.configuration import (
+    PROJECTIONS,
+    LanguageConfig,
+    MatrixConfig,
+    TokenConfig,
+    TokenformerConfig,
+    TransformerConfig,
+    VisionConfig,
+)
 from tokenformer.models.presets import TRANSFORMER_PRESETS
-from tokenformer.models.projection_configuration import PROJECTIONS, MatrixConfig, TokenConfig
-from tokenformer.models.vision_configuration import VisionConfig
 from tokenformer.ops.backends import saved_bytes
 from tokenformer.ops.backends.interface import Sizes
 

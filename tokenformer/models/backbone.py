@@ -28,7 +28,7 @@ from tokenformer.layers import (
 )
 from tokenformer.layers.norm import NORMS
 from tokenformer.models.block_configuration import BlockConfig
-from tokenformer.models.projection_configuration import MatrixConfig, TokenConfig
+from tokenformer.models.configuration import MatrixConfig, TokenConfig
 from tokenformer.models.token_parallel import TokenParallel
 
 ALL_PARALLEL_STYLES.register("tokens", TokenParallel())  # of the plan in `TokenConfig`

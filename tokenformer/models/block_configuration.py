@@ -64,7 +64,7 @@ class StubMap(dict[str, str]):
     """The `auto_map` of a configuration that is saved with the stub beside it."""
 
 
-FOLLOWS: Any = None
+INFERRED: Any = None
 """The default of an option that takes the value another option implies."""
 
 SomeConfig = TypeVar("SomeConfig", bound="BlockConfig")
@@ -88,14 +88,14 @@ class BlockConfig(PreTrainedConfig):
     hidden_size: int = 768
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
-    num_key_value_heads: int = FOLLOWS
+    num_key_value_heads: int = INFERRED
     variant: str = "released"
     norm: str = "layer_norm"
     norm_parameters: str = "none"
     norm_eps: float = 1e-5
     final_norm_parameters: str = "weight_bias"
     residual: str = "sequential"
-    hidden_act: str = FOLLOWS
+    hidden_act: str = INFERRED
     initializer_range: float = 0.02
 
     @classmethod

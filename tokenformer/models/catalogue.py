@@ -4,15 +4,16 @@ from typing import Any
 
 import torch
 
-from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
+from tokenformer.models.configuration import (
+    TokenformerConfig,
+    TokenformerVisionConfig,
+    TransformerConfig,
+    TransformerVisionConfig,
+)
 from tokenformer.models.language import TokenformerForCausalLM, TransformerForCausalLM
 from tokenformer.models.vision import (
     TokenformerForImageClassification,
     TransformerForImageClassification,
-)
-from tokenformer.models.vision_configuration import (
-    TokenformerVisionConfig,
-    TransformerVisionConfig,
 )
 
 MODELS: dict[type[Any], type[Any]] = {

@@ -1,17 +1,209 @@
-"""Configurations of the language models: the TokenFormer and its plain-Transformer twin."""
+"""Configurations of the models: language and vision, TokenFormer and Transformer.
 
-from typing import ClassVar
+A model's configuration combines a modality (`LanguageConfig`, `VisionConfig`) with a projection
+family (`TokenConfig`, `MatrixConfig`). Two models of the same modality differ only in the latter.
+"""
+
+import math
+from dataclasses import fields
+from typing import Any, ClassVar
 
 from transformers.models.auto.configuration_auto import AutoConfig
 
+from tokenformer.errors import TokenformerError
 from tokenformer.models.block_configuration import (
-    FOLLOWS,
+    INFERRED,
     BlockConfig,
     check_count,
     check_number,
 )
-from tokenformer.models.presets import TOKENFORMER_PRESETS, TRANSFORMER_PRESETS
-from tokenformer.models.projection_configuration import MatrixConfig, TokenConfig
+from tokenformer.models.presets import (
+    TOKENFORMER_PRESETS,
+    TRANSFORMER_PRESETS,
+    VISION_TOKENFORMER_PRESETS,
+    VISION_TRANSFORMER_PRESETS,
+)
+
+PROJECTIONS = ("q", "k", "v", "o", "ffn")
+
+Tokens = int | list[int]
+"""A number of parameter tokens: one for all layers, or one per layer."""
+
+QUANTIZATION_METHOD = "tokenformer"
+"""The `quant_method` of `TokenQuantization`."""
+PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "regression")
+
+
+class QuantizationError(TokenformerError, ValueError):
+    """A quantization method that leaves parameter tokens as they are."""
+
+
+class TokenConfig(BlockConfig):
+    """Every projection is Pattention.
+
+    Attributes:
+        qkv_tokens, output_tokens, ffn_tokens: parameter tokens of each of the q, k and v
+            projections, of the output projection and of the feed-forward layer: an int or one per
+            layer. By default, as in the paper, the hidden size, the same, and four times that.
+        q_tokens, k_tokens, v_tokens: override `qkv_tokens` for one projection.
+        scale_tokens: the scale of every layer that does not have its token count for scale, as
+            growth leaves it: `{"q" | "k" | "v" | "o" | "ffn": [a float or null per layer]}`.
+        learned_scale: whether the scales are parameters; those above are then their first values.
+        token_rates: factors on the learning rate of some tokens, as growth may leave them: `{"q" |
+            "k" | "v" | "o" | "ffn": [runs of [how many tokens, factor], or null, per layer]}`.
+        theta, theta_eps: the modified softmax and what is added to its norm.
+    """
+
+    # By transformers' names: how `from_pretrained(..., tp_plan="auto")` spreads the layers.
+    base_model_tp_plan: ClassVar[dict[str, str] | None] = {
+        **{f"layers.*.attention.{name}": "tokens" for name in "qkvo"},
+        "layers.*.ffn": "tokens",
+    }
+
+    qkv_tokens: Tokens = INFERRED
+    output_tokens: Tokens = INFERRED
+    ffn_tokens: Tokens = INFERRED
+    q_tokens: Tokens | None = None
+    k_tokens: Tokens | None = None
+    v_tokens: Tokens | None = None
+    scale_tokens: dict[str, list[float | None]] | None = None
+    learned_scale: bool = False
+    token_rates: dict[str, list[list[list[float]] | None]] | None = None
+    theta: str = "l2_gelu"
+    theta_eps: float = INFERRED
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Set by transformers before it applies a quantizer, given to `from_pretrained` or found in
+        # config.json.
+        if name == "quantization_config":
+            check_quantization(value)
+        super().__setattr__(name, value)
+
+    def tokens(self, projection: str, layer: int) -> int:
+        """How many parameter tokens `projection` (q, k, v, o or ffn) has in `layer`."""
+        count = self._token_option(projection)
+        return count[layer] if isinstance(count, list) else count
+
+    def scale(self, projection: str, layer: int) -> float:
+        """The scale of that layer: its own, or its token count."""
+        scales = (self.scale_tokens or {}).get(projection)
+        own = scales[layer] if scales else None
+        return float(self.tokens(projection, layer) if own is None else own)
+
+    def row_rates(self, projection: str, layer: int) -> list[float] | None:
+        """A factor on the learning rate of each token of that layer; None if all are 1."""
+        by_layer = (self.token_rates or {}).get(projection)
+        runs = by_layer[layer] if by_layer else None
+        if runs is None:
+            return None
+        return [rate for count, rate in runs for _ in range(int(count))]
+
+    def _token_option(self, projection: str) -> Tokens:
+        if projection in ("o", "ffn"):
+            return {"o": self.output_tokens, "ffn": self.ffn_tokens}[projection]
+        own: Tokens | None = getattr(self, f"{projection}_tokens")
+        return self.qkv_tokens if own is None else own
+
+    def _fill(self) -> None:
+        super()._fill()
+        defaults = {
+            "qkv_tokens": self.hidden_size,
+            "output_tokens": self.hidden_size,
+            "ffn_tokens": 4 * self.hidden_size,
+        }
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+
+    def _check(self) -> None:
+        super()._check()
+        for name in [field.name for field in fields(self) if field.name.endswith("_tokens")]:
+            value = getattr(self, name)
+            if name == "scale_tokens" or value is None:
+                continue
+            if isinstance(value, list | tuple):
+                setattr(self, name, list(value))
+                self._check_length(name, value)
+            for count in value if isinstance(value, list | tuple) else [value]:
+                check_count(name, count)
+        check_number("theta_eps", self.theta_eps)
+        if not isinstance(self.scale_tokens, dict | None):
+            raise ValueError(
+                f"scale_tokens={self.scale_tokens!r} must be None or a dict with the keys "
+                f"{', '.join(PROJECTIONS)}"
+            )
+        for projection, scales in (self.scale_tokens or {}).items():
+            if projection not in PROJECTIONS:
+                raise ValueError(
+                    f"scale_tokens has the unknown key {projection!r}; "
+                    f"choose from {', '.join(PROJECTIONS)}"
+                )
+            name = f"scale_tokens[{projection!r}]"
+            self._check_length(name, scales)
+            for scale in scales:
+                if scale is not None:
+                    check_number(name, scale, positive=True)
+
+        self._check_rates()
+
+    def _check_rates(self) -> None:
+        for projection, by_layer in (self.token_rates or {}).items():
+            if projection not in PROJECTIONS:
+                raise ValueError(f"token_rates has the unknown key {projection!r}")
+            name = f"token_rates[{projection!r}]"
+            self._check_length(name, by_layer)
+            for layer in range(self.num_hidden_layers):
+                rates = self.row_rates(projection, layer)
+                for rate in rates or []:
+                    check_number(name, rate)
+                if rates is not None and len(rates) != self.tokens(projection, layer):
+                    raise ValueError(
+                        f"{name} of layer {layer} is of {len(rates)} tokens; the layer has "
+                        f"{self.tokens(projection, layer)}"
+                    )
+
+    def _check_length(self, name: str, values: Any) -> None:
+        if not isinstance(values, list | tuple) or len(values) != self.num_hidden_layers:
+            raise ValueError(
+                f"{name}={values} must have one entry per layer, {self.num_hidden_layers} in all"
+            )
+
+
+def check_quantization(config: Any) -> None:
+    """Refuse torchao, bitsandbytes and others: they replace `nn.Linear` and would quantize nothing
+    of a model whose weights are parameter tokens."""
+    if config is None:
+        return
+    found = config.get("quant_method") if isinstance(config, dict) else config.quant_method
+    method = getattr(found, "value", found)
+    if method != QUANTIZATION_METHOD:
+        raise QuantizationError(
+            f"quantization method {method!r} does not quantize parameter tokens; "
+            "use quantization_config=tokenformer.TokenQuantization()"
+        )
+
+
+class MatrixConfig(BlockConfig):
+    """Linear projections and a two-layer MLP: the plain Transformer.
+
+    Attributes:
+        mlp: `gelu`, GPT's two matrices, or `swiglu`, Llama's three.
+        intermediate_size: hidden units of the MLP; by default 4 d, or for SwiGLU 8 d / 3 rounded up
+            to a multiple of 64, which has about the same number of parameters.
+    """
+
+    mlp: str = "gelu"
+    intermediate_size: int = INFERRED
+
+    def _fill(self) -> None:
+        super()._fill()
+        if self.intermediate_size is None:
+            gated = 64 * math.ceil(8 * self.hidden_size / 3 / 64)
+            self.intermediate_size = gated if self.mlp == "swiglu" else 4 * self.hidden_size
+
+    def _check(self) -> None:
+        super()._check()
+        check_count("intermediate_size", self.intermediate_size)
 
 
 class LanguageConfig(BlockConfig):
@@ -26,7 +218,7 @@ class LanguageConfig(BlockConfig):
 
     vocab_size: int = 50304
     max_position_embeddings: int = 2048
-    positions: str = FOLLOWS
+    positions: str = INFERRED
     rotary_fraction: float = 0.25
     rotary_base: float = 10000.0
     tie_word_embeddings: bool = True
@@ -59,6 +251,79 @@ class LanguageConfig(BlockConfig):
             )
 
 
+class VisionConfig(BlockConfig):
+    """What the two classifiers have in common.
+
+    Attributes:
+        image_size, patch_size, num_channels: of the images the positions are made for; images of
+            another size, of whole patches, get interpolated ones.
+        pooling: what is classified: `class`, a class token that stands before the patches, or
+            `mean`, the mean over the patches, without a class token.
+        drop_path_rate: chance that the last block leaves out a branch for an image of a training
+            batch; it rises evenly from 0 in the first.
+        num_labels: classes; timm's name for it, `num_classes`, means the same.
+        problem_type: `single_label_classification`, `multi_label_classification` or `regression`;
+            by default it is inferred from the first labels, as transformers does.
+    """
+
+    attribute_map: ClassVar[dict[str, str]] = {"num_classes": "num_labels"}
+
+    image_size: int = 224
+    patch_size: int = 16
+    num_channels: int = 3
+    pooling: str = "class"
+    drop_path_rate: float = 0.0
+
+    @classmethod
+    def families(cls) -> list[type[BlockConfig]]:
+        return [TokenformerVisionConfig, TransformerVisionConfig]
+
+    @property
+    def grid_size(self) -> int:
+        """Patches along a side."""
+        return self.image_size // self.patch_size
+
+    @property
+    def patch_channels(self) -> int:
+        """Numbers in a patch."""
+        return self.num_channels * self.patch_size**2
+
+    @property
+    def class_tokens(self) -> int:
+        return int(self.pooling == "class")
+
+    @property
+    def num_positions(self) -> int:
+        return self.class_tokens + self.grid_size**2
+
+    def drop_path(self, layer: int) -> float:
+        """The chance that `layer` leaves out a branch."""
+        return self.drop_path_rate * layer / max(1, self.num_hidden_layers - 1)
+
+    def __post_init__(self, **others: Any) -> None:
+        if "num_classes" in others:
+            others["num_labels"] = others.pop("num_classes")
+        super().__post_init__(**others)
+        check_count("num_labels", self.num_labels)
+
+    def _check(self) -> None:
+        super()._check()
+        for name in ("image_size", "patch_size", "num_channels"):
+            check_count(name, getattr(self, name))
+        if self.image_size % self.patch_size:
+            raise ValueError(
+                f"image_size={self.image_size} must be a multiple of patch_size={self.patch_size}"
+            )
+        if self.problem_type not in (None, *PROBLEM_TYPES):
+            raise ValueError(
+                f"problem_type={self.problem_type!r} is unknown; "
+                f"choose one of {', '.join(PROBLEM_TYPES)}"
+            )
+        check_number("drop_path_rate", self.drop_path_rate)
+        if self.drop_path_rate >= 1:
+            raise ValueError(f"drop_path_rate={self.drop_path_rate} must be below 1")
+
+
 class TokenformerConfig(TokenConfig, LanguageConfig):
     """A language model whose every projection is Pattention."""
 
@@ -73,5 +338,24 @@ class TransformerConfig(MatrixConfig, LanguageConfig):
     presets = TRANSFORMER_PRESETS
 
 
-for _config in (TokenformerConfig, TransformerConfig):
+class TokenformerVisionConfig(TokenConfig, VisionConfig):
+    """An image classifier whose every projection is Pattention."""
+
+    model_type = "tokenformer_vision"
+    presets = VISION_TOKENFORMER_PRESETS
+
+
+class TransformerVisionConfig(MatrixConfig, VisionConfig):
+    """The same classifier with linear projections and a two-layer MLP: a Vision Transformer."""
+
+    model_type = "tokenformer_transformer_vision"
+    presets = VISION_TRANSFORMER_PRESETS
+
+
+for _config in (
+    TokenformerConfig,
+    TransformerConfig,
+    TokenformerVisionConfig,
+    TransformerVisionConfig,
+):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)

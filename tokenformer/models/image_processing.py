@@ -13,7 +13,7 @@ from transformers.image_processing_backends import PilBackend
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from tokenformer.models.block_configuration import STUB_MODULE
-from tokenformer.models.vision_configuration import (
+from tokenformer.models.configuration import (
     TokenformerVisionConfig,
     TransformerVisionConfig,
 )

@@ -81,7 +81,7 @@ def load_for_training(model_class: Any, folder: str) -> Any:
 def load_tokens(folder: Path, *, verify: bool = True) -> Any:
     """A TokenFormer from its folder, in eval mode, for commands that work on its tokens."""
     from tokenformer.models.catalogue import MODELS
-    from tokenformer.models.projection_configuration import TokenConfig
+    from tokenformer.models.configuration import TokenConfig
 
     if not (folder / "config.json").exists():
         raise TokenformerError(f"{folder} is not a model folder: it has no config.json")
@@ -152,7 +152,7 @@ def check_generation(folder: Path) -> None:
 def compare(folder: Path, config: Any, stored: dict[str, StoredTensor]) -> None:
     """Refuse tensors that are missing, of another shape or not of floating point."""
     from tokenformer.models.catalogue import blank
-    from tokenformer.models.projection_configuration import QUANTIZATION_METHOD
+    from tokenformer.models.configuration import QUANTIZATION_METHOD
     from tokenformer.models.quantization import round_tokens
 
     quantization = getattr(config, "quantization_config", None) or {}

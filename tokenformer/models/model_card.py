@@ -13,8 +13,7 @@ from typing import Any
 
 from tokenformer.models.accounting import count_parameters
 from tokenformer.models.block_configuration import STUB_MODULE
-from tokenformer.models.configuration import LanguageConfig
-from tokenformer.models.projection_configuration import PROJECTIONS, TokenConfig
+from tokenformer.models.configuration import PROJECTIONS, LanguageConfig, TokenConfig
 
 CARD = "README.md"
 STUB = f"{STUB_MODULE}.py"

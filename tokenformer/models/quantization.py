@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from tokenformer.layers import Linear, Pattention
 from tokenformer.layers.int8 import Int8Embedding, Int8Linear, Int8Pattention
 from tokenformer.layers.sharded import ShardedPattention
-from tokenformer.models.projection_configuration import QUANTIZATION_METHOD as METHOD
+from tokenformer.models.configuration import QUANTIZATION_METHOD as METHOD
 
 
 @register_quantization_config(METHOD)

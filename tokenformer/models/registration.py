@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import ClassVar
 
-CONFIGURATIONS = ("tokenformer.models.configuration", "tokenformer.models.vision_configuration")
+CONFIGURATIONS = ("tokenformer.models.configuration",)
 MODELS = (
     "tokenformer.models.language",
     "tokenformer.models.vision",

@@ -13,8 +13,8 @@ from typing import Any
 
 from tokenformer.models.block_configuration import StubMap
 from tokenformer.models.checksums import write_checksums
+from tokenformer.models.configuration import VisionConfig
 from tokenformer.models.model_card import STUB, read_history, write_card
-from tokenformer.models.vision_configuration import VisionConfig
 from tokenformer.models.weight_files import remove_stale_weights
 
 CLASSES = {

@@ -28,7 +28,7 @@ from tokenformer.models.backbone import (
     tokenformer_projections,
     transformer_projections,
 )
-from tokenformer.models.vision_configuration import (
+from tokenformer.models.configuration import (
     TokenformerVisionConfig,
     TransformerVisionConfig,
     VisionConfig,

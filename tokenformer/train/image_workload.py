@@ -7,13 +7,13 @@ from tokenformer.data.image_sources import all_splits, load_images
 from tokenformer.data.images import ImageSet
 from tokenformer.errors import DataError
 from tokenformer.models.catalogue import MODELS, blank
-from tokenformer.models.image_processing import TokenformerImageProcessor
-from tokenformer.models.loading import load_for_training
-from tokenformer.models.vision_configuration import (
+from tokenformer.models.configuration import (
     TokenformerVisionConfig,
     TransformerVisionConfig,
     VisionConfig,
 )
+from tokenformer.models.image_processing import TokenformerImageProcessor
+from tokenformer.models.loading import load_for_training
 from tokenformer.train.image_task import ImageTask
 from tokenformer.train.options import Recipe
 from tokenformer.train.recipe_inputs import check_model_options

@@ -14,7 +14,7 @@ import torch
 
 from tokenformer.growth.tokens.token_counts import Place, config_with_tokens, sizes_of
 from tokenformer.growth.tokens.token_set import token_layers
-from tokenformer.models.projection_configuration import PROJECTIONS
+from tokenformer.models.configuration import PROJECTIONS
 
 
 class ScaleAnneal:

@@ -22,7 +22,7 @@ from tokenformer.growth.growth_report import GrowthReport
 from tokenformer.growth.model_folder import REPORT
 from tokenformer.growth.tokens.token_counts import config_with_tokens, target_sizes
 from tokenformer.models.catalogue import blank
-from tokenformer.models.projection_configuration import TokenConfig
+from tokenformer.models.configuration import TokenConfig
 from tokenformer.train import checkpoint
 from tokenformer.train.checkpoint import manifest
 from tokenformer.train.ema import WeightEMA

@@ -19,9 +19,8 @@ from tokenformer.convert.pretrained.conversion_report import ConversionReport, C
 from tokenformer.convert.pretrained.source_comparison import compare
 from tokenformer.convert.pretrained.translation import Settings, Translation, translate
 from tokenformer.growth.assembly import assemble
-from tokenformer.models.configuration import TokenformerConfig
+from tokenformer.models.configuration import PROJECTIONS, TokenformerConfig
 from tokenformer.models.language import TokenformerForCausalLM
-from tokenformer.models.projection_configuration import PROJECTIONS
 from tokenformer.ops.pattention import pattention
 
 RANDOM_SHAPE = (8, 128)

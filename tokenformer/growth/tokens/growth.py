@@ -37,7 +37,7 @@ from tokenformer.growth.tokens.token_counts import (
     target_sizes,
 )
 from tokenformer.growth.tokens.token_set import Replacement, TokenSet, token_layers
-from tokenformer.models.projection_configuration import TokenConfig, Tokens
+from tokenformer.models.configuration import TokenConfig, Tokens
 from tokenformer.models.seeds import named_seed
 
 SCALES = ("frozen", "current", "anneal", "learned")

@@ -36,7 +36,7 @@ from tokenformer.growth.tokens.token_set import (
 )
 from tokenformer.growth.tokens.token_usage import token_statistics
 from tokenformer.layers.pattention import Pattention
-from tokenformer.models.projection_configuration import Tokens
+from tokenformer.models.configuration import Tokens
 
 SCALES = ("measured", "frozen")
 

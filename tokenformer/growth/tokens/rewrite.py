@@ -20,7 +20,7 @@ from tokenformer.growth.tokens.token_counts import Place, Sizes, config_with_tok
 from tokenformer.growth.tokens.token_set import Replacement, TokenSet, token_layers
 from tokenformer.layers.pattention import Pattention
 from tokenformer.models.accounting import count_parameters
-from tokenformer.models.projection_configuration import TokenConfig
+from tokenformer.models.configuration import TokenConfig
 
 Replace = Callable[[str, Place, TokenSet], Replacement]
 """(name of the layer, its place, its tokens) -> its new tokens."""

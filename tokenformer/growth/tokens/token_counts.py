@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
-from tokenformer.models.projection_configuration import PROJECTIONS, TokenConfig, Tokens
+from tokenformer.models.configuration import PROJECTIONS, TokenConfig, Tokens
 
 Place = tuple[str, int]
 """A projection (q, k, v, o or ffn) and the number of its layer."""

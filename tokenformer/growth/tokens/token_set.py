@@ -9,7 +9,7 @@ from torch import Tensor
 from tokenformer.growth.origin import NEW, Origin
 from tokenformer.growth.tokens.token_counts import Place, check_not_quantized
 from tokenformer.layers.pattention import Pattention
-from tokenformer.models.projection_configuration import TokenConfig
+from tokenformer.models.configuration import TokenConfig
 
 
 @dataclass(frozen=True)
