@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tokenformer.paths import NameNotFoundError, check_hub, is_local, missing, nearest
+from tokenformer.paths import NameNotFoundError, check_hub, closest_path, is_local, missing_message
 
 
 @pytest.fixture
@@ -37,15 +37,15 @@ def test_a_hub_name_is_not_local(name):
 
 @pytest.mark.usefixtures("folder")
 def test_the_nearest_existing_path_is_named():
-    assert missing("runs/txt") == "no runs/txt; did you mean runs/text?"
-    assert missing("runs/txt/model") == "no runs/txt/model; did you mean runs/text/model?"
-    assert missing("run/text") == "no run/text; did you mean runs/text?"
-    assert missing("runs/zzz") == "no runs/zzz"
-    assert nearest(Path("runs/txt/nothing")) is None
-    assert nearest(Path("runs/text/model/config.json")) is None
+    assert missing_message("runs/txt") == "no runs/txt; did you mean runs/text?"
+    assert missing_message("runs/txt/model") == "no runs/txt/model; did you mean runs/text/model?"
+    assert missing_message("run/text") == "no run/text; did you mean runs/text?"
+    assert missing_message("runs/zzz") == "no runs/zzz"
+    assert closest_path(Path("runs/txt/nothing")) is None
+    assert closest_path(Path("runs/text/model/config.json")) is None
     Path("typo.yaml").touch()
-    assert nearest(Path("nofile.yaml")) is None, "a suffix in common is not enough"
-    assert nearest(Path("tipo.yaml")) == Path("typo.yaml")
+    assert closest_path(Path("nofile.yaml")) is None, "a suffix in common is not enough"
+    assert closest_path(Path("tipo.yaml")) == Path("typo.yaml")
 
 
 class Hub(ThreadingHTTPServer):

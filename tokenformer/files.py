@@ -1,7 +1,7 @@
-"""Files and folders that are written whole or not at all, locks, and hashes.
+"""Atomic writes of files and folders, folder locks and file hashes.
 
-A folder is filled under a hidden name beside its own (`start_folder`) and renamed once all of it is
-on the disk (`finish_folder`), so a killed process or machine never leaves half of one.
+A folder is filled under a hidden temporary name (`start_folder`) and renamed once all of it is on
+disk (`finish_folder`), so a killed process never leaves a partial one under the final name.
 """
 
 import ctypes
@@ -19,11 +19,13 @@ from pathlib import Path
 from tokenformer.errors import InputError
 
 UNFINISHED, DELETED = "unfinished", "deleted"
+"""Suffixes of temporary folders that are being filled or deleted."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of file systems without locks."""
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Whole or not at all, and on the disk when this returns."""
+def write_atomic(path: Path, text: str) -> None:
+    """Write a text file, complete or not at all. It is on disk when this returns."""
     unfinished = path.with_name(f".{path.name}.tmp")
     try:
         with unfinished.open("w", encoding="utf-8") as file:
@@ -35,11 +37,11 @@ def write_whole(path: Path, text: str) -> None:
         with suppress(OSError):
             unfinished.unlink()
         raise
-    sync_path(path.parent)
+    fsync(path.parent)
 
 
-def sync_path(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+def fsync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -49,14 +51,14 @@ def sync_path(path: Path) -> None:
 
 @contextmanager
 def new_folder(option: str, path: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `path` when the block ends and vanishes if it fails.
+    """Yield a temporary folder that becomes `path` when the block ends and is deleted if it fails.
 
-    A path that cannot be used is refused before the work, not after it.
+    An unusable path is refused before the work starts; `option` names it in the message.
     """
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise InputError(f"{option} {path} is in use; name a new folder")
-        unfinished = start_folder(path, kin=escape(path.name))
+        unfinished = start_folder(path, siblings=escape(path.name))
     except OSError as error:
         raise InputError(f"{option} {path} cannot be made: {error.strerror}") from None
     try:
@@ -67,89 +69,91 @@ def new_folder(option: str, path: Path) -> Iterator[Path]:
         raise
 
 
-def start_folder(path: Path, kin: str) -> Path:
-    """A new empty folder that is to become `path`.
+def start_folder(path: Path, siblings: str) -> Path:
+    """Create the empty temporary folder that `finish_folder` renames to `path`.
 
-    What killed processes left beside it, of names that match `kin`, is deleted first: a full disk
-    has room again.
+    First delete the temporary folders that killed processes left for names that match the glob
+    pattern `siblings`, to free their disk space.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    sweep_folders(path.parent, kin, UNFINISHED, DELETED)
-    unfinished = hidden(path, UNFINISHED)
+    delete_leftovers(path.parent, siblings, UNFINISHED, DELETED)
+    unfinished = temporary_name(path, UNFINISHED)
     unfinished.mkdir()
     return unfinished
 
 
-def sweep_folders(parent: Path, kin: str, *words: str) -> None:
-    """Delete the hidden folders that killed processes left in `parent`."""
-    for word in words:
-        for leftover in parent.glob(f".{kin}.{word}-*"):
+def delete_leftovers(parent: Path, names: str, *suffixes: str) -> None:
+    """Delete the temporary folders that killed processes left in `parent`."""
+    for suffix in suffixes:
+        for leftover in parent.glob(f".{names}.{suffix}-*"):
             delete(leftover)
 
 
 def finish_folder(unfinished: Path, path: Path) -> None:
-    """Give a filled folder its name; an older folder of that name vanishes in the same instant."""
+    """Rename a filled folder to `path`, atomically replacing an existing folder."""
     for path_inside in unfinished.rglob("*"):
-        sync_path(path_inside)
-    sync_path(unfinished)
+        fsync(path_inside)
+    fsync(unfinished)
     try:
-        unfinished.rename(path)  # also over an empty folder
+        unfinished.rename(path)  # also replaces an empty folder
     except OSError:
         if not os.path.lexists(path):
             raise
-        exchange(unfinished, path)
-        sync_path(path.parent)
-        discard_folder(unfinished)  # it holds the older one now
-    sync_path(path.parent)
+        swap_folders(unfinished, path)
+        fsync(path.parent)
+        discard_folder(unfinished)  # it now holds the older contents
+    fsync(path.parent)
 
 
 def discard_folder(unfinished: Path) -> None:
-    """Delete a folder that will not be finished; what cannot be, the next `start` deletes."""
-    # `ignore_errors` instead of `suppress(OSError)`: an interrupt inside of rmtree may leave it as
-    # an OSError, which must not be lost.
+    """Delete a temporary folder. The next `start_folder` deletes whatever cannot be deleted now."""
+    # `ignore_errors` instead of `suppress(OSError)`: an interrupt inside rmtree may surface as an
+    # OSError, which must not be lost.
     shutil.rmtree(unfinished, ignore_errors=True)
     if os.path.lexists(unfinished) and not unfinished.is_dir():
         unfinished.unlink()
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder that is never seen half deleted."""
+    """Delete a folder that other processes must never see half deleted."""
     if path.exists():
-        doomed = hidden(path, DELETED)
-        path.rename(doomed)
-        delete(doomed)
+        renamed = temporary_name(path, DELETED)
+        path.rename(renamed)
+        delete(renamed)
 
 
 def delete(path: Path) -> None:
-    """Delete a folder, or the file or link that stands where a folder should."""
+    """Delete a folder, or a file or link in its place."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink()
 
 
-def hidden(path: Path, word: str) -> Path:
-    return path.with_name(f".{path.name}.{word}-{secrets.token_hex(4)}")
+def temporary_name(path: Path, suffix: str) -> Path:
+    return path.with_name(f".{path.name}.{suffix}-{secrets.token_hex(4)}")
 
 
-def exchange(one: Path, other: Path) -> None:
-    """Swap two folders: at once where the system can (Linux), else by way of a third name."""
+def swap_folders(one: Path, other: Path) -> None:
+    """Swap two folders: atomically on Linux, elsewhere through a third name."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     at_working_folder, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     names = os.fsencode(one), os.fsencode(other)
     if renameat2 and not renameat2(at_working_folder, names[0], at_working_folder, names[1], swap):
         return
-    between = hidden(other, UNFINISHED)
+    between = temporary_name(other, UNFINISHED)
     other.rename(between)
     one.rename(other)
     between.rename(one)
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder, made if need be, for the length of a block; it is free again when the process
-    ends, however it does. Raises BlockingIOError if another process holds it. Where the file system
-    knows no locks, there is none."""
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a folder, created if needed, for the duration of a block.
+
+    Raises BlockingIOError if another process holds it. The lock is released when the process ends
+    for any reason. On file systems without locks this does nothing.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -164,7 +168,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def sha256(file: Path) -> str:
-    """The hexadecimal SHA-256 of a file."""
+    """Return the hexadecimal SHA-256 of a file."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while block := stream.read(1 << 20):
@@ -173,8 +177,10 @@ def sha256(file: Path) -> str:
 
 
 def cache_folder() -> Path:
-    """Where this package keeps what it can compute again: under XDG_CACHE_HOME, or ~/.cache.
-    An `OSError` where there is no home folder, as in a container with an unknown user id."""
+    """Return the folder for data that can be recomputed: in XDG_CACHE_HOME or ~/.cache.
+
+    Raises OSError without a home folder, as in a container with an unknown user id.
+    """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tokenformer"
     except RuntimeError:

@@ -175,9 +175,9 @@ def test_a_moving_average_survives_an_interruption_and_is_what_is_exported(recip
 
 
 def test_a_run_that_is_under_way_is_not_begun_again(recipe, tmp_path):
-    from tokenformer.files import locked
+    from tokenformer.files import lock_folder
 
-    with locked(tmp_path / "run"):
+    with lock_folder(tmp_path / "run"):
         done = finish(recipe, tmp_path / "run")
     assert done.returncode == 2
     assert "another process is training in" in done.stderr

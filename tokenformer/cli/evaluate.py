@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tokenformer.cli.model import check_bits, load_classifier, load_model, resolve_model
 from tokenformer.cli.samples import check_samples
 from tokenformer.errors import InputError
-from tokenformer.paths import exists, expanded, missing
+from tokenformer.paths import exists, expand_user, missing_message
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -99,7 +99,7 @@ def evaluate(
         raise InputError("--bits is for language models, not with --images")
     resolve_model(model, "a language model" if images is None else "an image classifier")
     names = None if tasks is None else task_names(tasks)
-    data, perplexity = (None if path is None else expanded(path) for path in (data, perplexity))
+    data, perplexity = (None if path is None else expand_user(path) for path in (data, perplexity))
 
     from rich.console import Console
 
@@ -153,12 +153,12 @@ def check(**given: Any) -> None:
         if given[name] is not None and given[measure] is None:
             raise InputError(f"--{name} {given[name]} is for --{measure}")
     for name in PATHS:
-        if given[name] is not None and not exists(expanded(given[name])):
-            raise InputError(f"--{name}: {missing(given[name])}")
+        if given[name] is not None and not exists(expand_user(given[name])):
+            raise InputError(f"--{name}: {missing_message(given[name])}")
     check_samples(images=given["images"])
     confusion = given["confusion"]
     if confusion is not None and not (exists(confusion.parent) and confusion.parent.is_dir()):
-        raise InputError(f"--confusion: {missing(given['confusion'].parent)}")
+        raise InputError(f"--confusion: {missing_message(given['confusion'].parent)}")
 
 
 def task_names(tasks: str) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from tokenformer.cli.model import check_bits, load_model
 from tokenformer.cli.terminal import json_text, printable
 from tokenformer.errors import InputError
-from tokenformer.paths import exists, expanded, missing
+from tokenformer.paths import exists, expand_user, missing_message
 
 LEAST_TEMPERATURE = 1e-3
 """Less divides logits by so little that they overflow."""
@@ -96,10 +96,10 @@ def read_prompt(prompt: str) -> str:
 def read_prompts(path: Path | None) -> list[str]:
     if path is None:
         return []
-    if not exists(expanded(path)):
-        raise InputError(f"--prompts: {missing(path)}")
+    if not exists(expand_user(path)):
+        raise InputError(f"--prompts: {missing_message(path)}")
     try:
-        lines = expanded(path).read_text(encoding="utf-8").splitlines()
+        lines = expand_user(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise InputError(f"--prompts {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

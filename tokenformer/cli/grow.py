@@ -10,7 +10,7 @@ from tokenformer.cli.model import resolve_folder, resolve_model
 from tokenformer.cli.samples import BATCH_SIZE, LONGEST, check_samples, read_samples
 from tokenformer.errors import InputError
 from tokenformer.files import new_folder
-from tokenformer.paths import exists, expanded, is_local
+from tokenformer.paths import exists, expand_user, is_local
 
 LIGO, LIGO_STEPS = "ligo", 100
 
@@ -72,8 +72,8 @@ def grow_model(
     """
     if out is None:
         raise InputError("--out is missing; name a new folder for the grown model")
-    is_checkpoint = exists(expanded(model) / "manifest.json")
-    source = expanded(model) if is_checkpoint else resolve_folder(model)
+    is_checkpoint = exists(expand_user(model) / "manifest.json")
+    source = expand_user(model) if is_checkpoint else resolve_folder(model)
     if not is_checkpoint and optimizer_state is not None:
         raise InputError(f"--optimizer_state {optimizer_state} is for a checkpoint of a run")
     if is_checkpoint and no_verify:

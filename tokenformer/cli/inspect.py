@@ -16,7 +16,7 @@ from tokenformer.models.presets import (
     VISION_TOKENFORMER_PRESETS,
     VISION_TRANSFORMER_PRESETS,
 )
-from tokenformer.paths import expanded, is_local, nearest
+from tokenformer.paths import closest_path, expand_user, is_local
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -168,7 +168,7 @@ def config_folder(model: str) -> Path:
     plain = (*TRANSFORMER_PRESETS, *VISION_TRANSFORMER_PRESETS)
     presets = [*own, *(TRANSFORMER_PREFIX + size for size in plain)]
     alike: list[str | Path] = [*get_close_matches(model.lower(), presets, n=1)]
-    near = alike[0] if alike else nearest(expanded(model))
+    near = alike[0] if alike else closest_path(expand_user(model))
     hint = f"did you mean {near}? " if near else ""
     raise InputError(
         f"{model} is neither a preset nor a folder; {hint}presets are {', '.join(presets)}"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenformer.errors import InputError, TokenformerError, first_line
-from tokenformer.paths import check_hub, exists, expanded, is_local, missing
+from tokenformer.paths import check_hub, exists, expand_user, is_local, missing_message
 
 CONFIG = "config.json"
 KINDS = {
@@ -42,9 +42,9 @@ def resolve_model(name: str | Path, kind: str | None = None) -> str:
     if not is_local(name):
         check_hub(name)
         return name
-    path = expanded(name)
+    path = expand_user(name)
     if not exists(path):
-        raise InputError(missing(name))
+        raise InputError(missing_message(name))
     if not path.is_dir():
         raise InputError(f"{name} is a file; give the model folder that it is in, or a hub name")
     for folder in (path, path / "model"):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenformer.cli.model import load_classifier, resolve_model
 from tokenformer.errors import InputError
-from tokenformer.paths import exists, expanded, missing
+from tokenformer.paths import exists, expand_user, missing_message
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,8 +35,8 @@ def predict(
         raise InputError("IMAGES is missing: tokenformer predict MODEL IMAGE...")
     resolve_model(model, "an image classifier")
     for path in images:
-        if not exists(expanded(path)):
-            raise InputError(missing(path))
+        if not exists(expand_user(path)):
+            raise InputError(missing_message(path))
 
     import torch
 
@@ -45,7 +45,7 @@ def predict(
     from tokenformer.evaluate.classification import as_input, problem_type
 
     try:
-        pictures = [decoded(expanded(path)) for path in images]
+        pictures = [decoded(expand_user(path)) for path in images]
     except DataError as error:
         raise InputError(str(error)) from None
     classifier, processor = load_classifier(model, verify=not no_verify)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenformer.errors import InputError
-from tokenformer.paths import exists, expanded, is_local, missing
+from tokenformer.paths import exists, expand_user, is_local, missing_message
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,10 +15,10 @@ LONGEST = 512
 
 def check_samples(data: Path | None = None, images: str | None = None) -> None:
     """Refuse at once what is written as a path and does not exist."""
-    if data is not None and not exists(expanded(data)):
-        raise InputError(f"--data: {missing(data)}")
-    if images is not None and is_local(images) and not exists(expanded(images)):
-        raise InputError(f"--images: {missing(images)}")
+    if data is not None and not exists(expand_user(data)):
+        raise InputError(f"--data: {missing_message(data)}")
+    if images is not None and is_local(images) and not exists(expand_user(images)):
+        raise InputError(f"--images: {missing_message(images)}")
 
 
 def read_samples(

@@ -95,7 +95,7 @@ def train_job(job: Job) -> None:
     import torch
     from rich.console import Console
 
-    from tokenformer.files import locked
+    from tokenformer.files import lock_folder
     from tokenformer.train.loop import PRECISIONS
     from tokenformer.train.matmul_peak import matmul_peak
     from tokenformer.train.parallel.distribute import process_group
@@ -113,7 +113,7 @@ def train_job(job: Job) -> None:
         try:
             if ranks.first:
                 stack.callback(remove_if_empty, job.folder)
-                stack.enter_context(locked(job.folder))
+                stack.enter_context(lock_folder(job.folder))
             record = Record(job.folder)
             for note in job.notes:
                 say(note)

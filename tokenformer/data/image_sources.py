@@ -27,7 +27,14 @@ from tokenformer.data.images import (
 )
 from tokenformer.data.order import shuffled
 from tokenformer.errors import DataError
-from tokenformer.paths import NameNotFoundError, check_hub, exists, expanded, is_local, missing
+from tokenformer.paths import (
+    NameNotFoundError,
+    check_hub,
+    exists,
+    expand_user,
+    is_local,
+    missing_message,
+)
 
 DIGITS = "digits"
 HELD_OUT = ("val", "validation", "valid", "test")
@@ -91,9 +98,9 @@ def check_images(source: str) -> None:
             check_hub(source, "dataset")
         except NameNotFoundError as error:
             reason = str(error)
-    elif not exists(expanded(source)):
-        reason = missing(source)
-    elif not expanded(source).is_dir():
+    elif not exists(expand_user(source)):
+        reason = missing_message(source)
+    elif not expand_user(source).is_dir():
         reason = "it is a file; give the folder that it is in"
     if reason:
         raise DataError(f"images {source} are neither a folder nor a dataset: {reason}")
@@ -102,7 +109,7 @@ def check_images(source: str) -> None:
 def all_splits(source: str, on_corrupt: str) -> dict[str, ImageSet]:
     check_policy(on_corrupt)
     check_images(source)
-    folder = expanded(source)
+    folder = expand_user(source)
     if source == DIGITS:
         return {"train": digits()}
     if not is_local(source):

@@ -6,12 +6,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tokenformer.errors import DataError
-from tokenformer.files import locked
-from tokenformer.paths import exists, expanded
+from tokenformer.files import lock_folder
+from tokenformer.paths import exists, expand_user
 
 
 def check_apart(corpus: str, out: Path) -> None:
-    folder = expanded(corpus)
+    folder = expand_user(corpus)
     if exists(folder) and folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
         raise DataError(f"--out {out} lies in the corpus {corpus}; name a folder outside it")
 
@@ -21,7 +21,7 @@ def claimed(out: Path) -> Iterator[None]:
     """The folder, made if need be, and kept from other processes for as long as this one runs."""
     with ExitStack() as stack:
         try:
-            stack.enter_context(locked(out))
+            stack.enter_context(lock_folder(out))
         except BlockingIOError:
             raise DataError(f"--out {out} is being filled by another process") from None
         except OSError as error:

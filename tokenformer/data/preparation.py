@@ -46,8 +46,8 @@ from tokenformer.data.tokenizer import (
     train_bpe,
 )
 from tokenformer.errors import DataError
-from tokenformer.files import sha256, sync_path
-from tokenformer.paths import exists, expanded
+from tokenformer.files import fsync, sha256
+from tokenformer.paths import exists, expand_user
 
 CHUNK = 1 << 20  # bytes of text handed to a process at once
 SYNC_SECONDS = 1.0  # of work that a kill may cost
@@ -375,7 +375,7 @@ class Preparation:
         for path in self.out.glob("*.bin"):
             if path.name not in listed:  # of a first division that held out nothing
                 path.unlink()
-        sync_path(self.out)
+        fsync(self.out)
         self.check_interrupt()
         write_json(self.out / INDEX, index)
         (self.out / UNFINISHED).unlink(missing_ok=True)
@@ -385,7 +385,7 @@ class Preparation:
 def settings_of(request: Request, sources: list[Source]) -> dict[str, Any]:
     """All that the result depends on. A later run continues only if it has the same."""
     settings: dict[str, Any] = {"tokenizer": request.tokenizer}
-    path = expanded(request.tokenizer)
+    path = expand_user(request.tokenizer)
     if request.tokenizer == BPE:
         settings["vocab_size"] = request.vocab_size
     elif request.tokenizer != BYTES and exists(path):

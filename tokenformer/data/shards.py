@@ -18,7 +18,7 @@ import numpy as np
 from tokenformer.data.corpus import BLOCK
 from tokenformer.data.token_ids import TokenIds
 from tokenformer.errors import DataError
-from tokenformer.files import write_whole
+from tokenformer.files import write_atomic
 
 
 @cache
@@ -141,4 +141,4 @@ class SplitWriter:
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    write_whole(path, json.dumps(document, indent=2) + "\n")
+    write_atomic(path, json.dumps(document, indent=2) + "\n")

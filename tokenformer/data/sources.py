@@ -16,7 +16,7 @@ from typing import Any
 from tokenformer.data.packaging import Unpacked, archive_members, bare_name, readable, unpacked
 from tokenformer.data.reading import RAW, USUAL, Reading, as_utf8, marked_encoding
 from tokenformer.errors import DataError
-from tokenformer.paths import check_hub, exists, expanded, is_local, missing
+from tokenformer.paths import check_hub, exists, expand_user, is_local, missing_message
 
 SPLITS = ("train", "validation", "test")
 SPLIT_NAMES = {
@@ -93,13 +93,14 @@ def find_sources(corpus: str, subset: str | None = None, reading: Reading = USUA
 
 
 def named_sources(corpus: str, subset: str | None) -> list[Source]:
-    path = expanded(corpus)
+    path = expand_user(corpus)
     if corpus.startswith(DATASETS_PREFIX):
         return dataset_sources(corpus.removeprefix(DATASETS_PREFIX), subset)
     if not exists(path):
         if is_local(corpus) or path.suffix or not DATASET_NAME.fullmatch(corpus):
             raise DataError(
-                f"{missing(corpus)} (give a file, a folder, or a dataset such as owner/name)"
+                f"{missing_message(corpus)} "
+                "(give a file, a folder, or a dataset such as owner/name)"
             )
         return dataset_sources(corpus, subset)
     if subset is not None:
@@ -189,11 +190,11 @@ def sampled_hash(path: Path) -> str:
 
 def dataset_sources(name: str, subset: str | None) -> list[Source]:
     """The splits of a `datasets` dataset, streamed: nothing is downloaded whole."""
-    local = expanded(name) if is_local(name) else Path()
+    local = expand_user(name) if is_local(name) else Path()
     if not is_local(name):
         check_hub(name, "dataset")
     elif not exists(local):
-        raise DataError(f"dataset {name} was not found: {missing(name)}")
+        raise DataError(f"dataset {name} was not found: {missing_message(name)}")
     datasets = load_splits(str(local) if is_local(name) else name, subset)
     sources = []
     for split, rows in datasets.items():

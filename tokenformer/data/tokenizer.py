@@ -14,8 +14,15 @@ from tokenformer.data.byte_tokenizer import END_OF_TEXT_SYMBOL, byte_level
 from tokenformer.data.shards import write_json
 from tokenformer.data.sources import one_line
 from tokenformer.errors import DataError
-from tokenformer.files import sync_path, write_whole
-from tokenformer.paths import NameNotFoundError, check_hub, exists, expanded, is_local, missing
+from tokenformer.files import fsync, write_atomic
+from tokenformer.paths import (
+    NameNotFoundError,
+    check_hub,
+    exists,
+    expand_user,
+    is_local,
+    missing_message,
+)
 
 BYTES = "bytes"
 BPE = "bpe"
@@ -50,7 +57,7 @@ class CorpusTokenizer:
                 raise OSError(f"{folder}: {one_line(error)}") from None
         else:
             folder.mkdir()
-            write_whole(folder / "tokenizer.json", self.backend.to_str(pretty=True))
+            write_atomic(folder / "tokenizer.json", self.backend.to_str(pretty=True))
             # Written here, since importing transformers takes longer than a small corpus.
             config = {
                 "tokenizer_class": "PreTrainedTokenizerFast",
@@ -62,7 +69,7 @@ class CorpusTokenizer:
             }
             write_json(folder / "tokenizer_config.json", config)
         for path in folder.iterdir():
-            sync_path(path)
+            fsync(path)
 
 
 def check_tokenizer(name: str, vocab_size: int | None) -> None:
@@ -84,8 +91,8 @@ def check_tokenizer_name(name: str) -> None:
     """Refuse at once what is neither here nor on the hub, which is asked once."""
     choices = f"give {BYTES}, {BPE}, a tokenizer.json, a tokenizer folder or a hub name"
     if is_local(name) or name.endswith(".json"):
-        if not exists(expanded(name)):
-            raise DataError(f"--tokenizer: {missing(name)} ({choices})")
+        if not exists(expand_user(name)):
+            raise DataError(f"--tokenizer: {missing_message(name)} ({choices})")
         return
     try:
         check_hub(name)
@@ -96,7 +103,7 @@ def check_tokenizer_name(name: str) -> None:
 def load_tokenizer(name: str, end_of_text: str | None) -> CorpusTokenizer:
     if name == BYTES:
         return CorpusTokenizer(byte_level(), END_OF_TEXT_SYMBOL)
-    path, hub = expanded(name), None
+    path, hub = expand_user(name), None
     if exists(path) and path.is_file():
         backend = tokenizer_of_file(path)
     else:
@@ -133,7 +140,7 @@ def tokenizer_of_folder(name: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        known = str(expanded(name)) if is_local(str(name)) else name
+        known = str(expand_user(name)) if is_local(str(name)) else name
         tokenizer = AutoTokenizer.from_pretrained(known, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(

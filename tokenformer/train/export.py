@@ -39,7 +39,7 @@ def export(model: nn.Module, preprocessor: Any, folder: Path) -> Path:
             whole[name.removeprefix("model.")] = full.cpu()
     with ranks.together(task):
         if ranks.first:
-            unfinished = files.start_folder(path, kin=escape(path.name))
+            unfinished = files.start_folder(path, siblings=escape(path.name))
             try:
                 if is_edited(path):
                     shutil.copyfile(path / CARD, unfinished / CARD)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenformer.errors import TrainingError
-from tokenformer.files import write_whole
+from tokenformer.files import write_atomic
 
 if TYPE_CHECKING:  # commands read metrics before they import torch
     from tokenformer.train.parallel.ranks import Ranks
@@ -67,7 +67,7 @@ def cut_metrics(path: Path, step: int, report: Callable[[str], None] = warnings.
     """Remove the rows of the steps that will be repeated, and damaged lines."""
     kept = [row for row in read_metrics(path, report) if row["step"] <= step]
     with disk_errors(path):
-        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+        write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from tokenformer.errors import TokenformerError
-from tokenformer.paths import exists, missing
+from tokenformer.paths import exists, missing_message
 from tokenformer.train.options import Recipe
 
 CONFIG = "config.yaml"
@@ -82,7 +82,7 @@ class Document:
 
 def read_text(path: Path) -> str:
     if not exists(path):
-        raise RecipeError(missing(path))
+        raise RecipeError(missing_message(path))
     if not path.is_file():
         raise RecipeError(f"{path} is a folder; name a YAML file")
     try:

@@ -16,7 +16,7 @@ from tokenformer.data.corpus import Corpus, Split
 from tokenformer.data.image_sources import DIGITS
 from tokenformer.errors import DataError
 from tokenformer.models import presets
-from tokenformer.paths import exists, expanded, is_local, missing, nearest
+from tokenformer.paths import closest_path, exists, expand_user, is_local, missing_message
 from tokenformer.train.options import OptimizerOptions, Recipe
 from tokenformer.train.recipe import read_mapping
 from tokenformer.train.reporters import check_reporters
@@ -65,7 +65,7 @@ def located(
 
 
 def places(value: str, file: Path | None, recorded: str | None) -> Iterator[Path]:
-    path = expanded(value)
+    path = expand_user(value)
     yield path
     if path.is_absolute():
         return
@@ -90,24 +90,24 @@ def check_inputs(recipe: Recipe, begun: bool) -> None:
     if data.images is None:
         text_splits(recipe)
     elif data.images != DIGITS and is_mistyped(data.images):
-        raise DataError(f"data.images: {missing(data.images)}")
+        raise DataError(f"data.images: {missing_message(data.images)}")
     if model.start_from is not None and not begun:
         check_start(model.start_from)
 
 
 def check_start(name: str) -> None:
-    folder = expanded(name)
+    folder = expand_user(name)
     if exists(folder) and folder.is_dir() and not (folder / "config.json").exists():
         raise DataError(f"model.start_from: {name} has no config.json; name a model or run folder")
     if is_mistyped(name):
-        raise DataError(f"model.start_from: {missing(name)}")
+        raise DataError(f"model.start_from: {missing_message(name)}")
 
 
 def is_mistyped(name: str) -> bool:
     """Whether a name is of nothing here, and no name of the hub: it is written as a path, or a path
     that is much like it exists."""
-    path = expanded(name)
-    return not exists(path) and (is_local(name) or nearest(path) is not None)
+    path = expand_user(name)
+    return not exists(path) and (is_local(name) or closest_path(path) is not None)
 
 
 def is_rate_for_fresh_weights(recipe: Recipe, file: Path) -> bool:
@@ -137,9 +137,9 @@ def text_splits(recipe: Recipe) -> tuple[Corpus, Split, Split | None]:
     data = recipe.data
     if data.corpus is None:
         raise DataError("data.corpus is missing; name a folder made by `tokenformer prepare`")
-    if not exists(expanded(data.corpus)):
-        hint = "" if nearest(Path(data.corpus)) else "; make it with `tokenformer prepare`"
-        raise DataError(f"data.corpus: {missing(data.corpus)}{hint}")
+    if not exists(expand_user(data.corpus)):
+        hint = "" if closest_path(Path(data.corpus)) else "; make it with `tokenformer prepare`"
+        raise DataError(f"data.corpus: {missing_message(data.corpus)}{hint}")
     corpus = Corpus(data.corpus)
     train = corpus.split(TRAIN)
     check_split(corpus, train, data.length, "")

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from tokenformer.files import write_whole
+from tokenformer.files import write_atomic
 from tokenformer.train.options import GrowthOptions, Recipe, ScheduleOptions, StageOptions
 from tokenformer.train.recipe import CONFIG, RecipeError, read_mapping
 from tokenformer.train.stages import plan
@@ -161,7 +161,7 @@ class Record:
             self.write_history(changes, step)
         if self.values is None or changes:
             values = plain(asdict(recipe))
-            write_whole(self.folder / CONFIG, yaml.safe_dump(values, sort_keys=False))
+            write_atomic(self.folder / CONFIG, yaml.safe_dump(values, sort_keys=False))
             self.values = values
 
     def write_history(self, changes: list[Change], step: int) -> None:
@@ -174,7 +174,7 @@ class Record:
         row = {"from_step": step, "options": options}
         if options and row not in rows[-1:]:
             rows.append(row)
-        write_whole(path, yaml.safe_dump({"changes": rows}, sort_keys=False))
+        write_atomic(path, yaml.safe_dump({"changes": rows}, sort_keys=False))
 
 
 def read_record(path: Path) -> dict[str, Any]:

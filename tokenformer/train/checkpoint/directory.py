@@ -54,7 +54,7 @@ def sweep(folder: Path) -> None:
     ranks = Ranks()
     with ranks.together(f"{folder} cannot be cleaned up"):
         if ranks.first:
-            files.sweep_folders(Path(folder), "step-*", files.DELETED)
+            files.delete_leftovers(Path(folder), "step-*", files.DELETED)
 
 
 def prune(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenformer.errors import CheckpointError
-from tokenformer.files import sha256, sync_path
+from tokenformer.files import fsync, sha256
 from tokenformer.train.checkpoint.storage import SUFFIX
 from tokenformer.train.parallel.ranks import Ranks
 
@@ -41,7 +41,7 @@ def sync_aside(file: Path) -> Callable[[], None]:
 
     def sync() -> None:
         try:
-            sync_path(file)
+            fsync(file)
         except OSError as error:
             errors.append(error)
         finally:

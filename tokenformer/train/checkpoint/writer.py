@@ -102,7 +102,7 @@ def write(folder: Path, contents: Contents, ranks: Ranks) -> Path:
     try:
         with ranks.together(task):
             if ranks.first:
-                started = files.start_folder(path, kin="step-*")
+                started = files.start_folder(path, siblings="step-*")
         unfinished = ranks.share(started)
         assert unfinished is not None  # rank 0 started it
         with ranks.together(task):
