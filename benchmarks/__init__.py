@@ -1,5 +1,5 @@
-"""Speed and memory, side by side with rivals and with what the machine can do; see README.md.
+"""Speed and memory against baselines and the limits of the machine; see README.md.
 
-A package, not a folder of scripts: beside a script, `operator.py` would take the place of the
-standard library's.
+A package rather than a folder of scripts: next to a script, `operator.py` would shadow the standard
+library's module.
 """

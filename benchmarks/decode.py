@@ -1,11 +1,11 @@
-"""Decoding a token at a time through `generate`: beside GPT-NeoX, and against reading the weights.
+"""Decoding through `generate`, against GPT-NeoX and the machine's memory bandwidth.
 
     python -m benchmarks.decode                      # 27M and 124M parameters
     python -m benchmarks.decode --sizes 124m --contexts 1024
 
-A token cannot be had faster than all weights and the cache are read once; that limit is the sum of
-as many numbers, measured in the same rounds, for bf16 and int8 of as many bytes. Swept are the
-context, the rows of a batch and the feed-forward tokens, each with the others at their first value.
+Decoding is memory-bound: every new token reads all weights and the KV cache once. The limit is
+summing a tensor of that many bytes, measured in the same rounds. Context, batch size and
+feed-forward tokens are swept one at a time, with the others at their first value.
 """
 
 import statistics
@@ -15,7 +15,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.measuring import compared, interleaved, number, parser, progress, run, with_spread
+from benchmarks.harness import (
+    compare,
+    make_parser,
+    number,
+    progress,
+    run,
+    time_interleaved,
+    with_spread,
+)
 from benchmarks.results import Row
 from benchmarks.training import neox, ours
 from tokenformer.models.quantization import round_tokens
@@ -25,16 +33,16 @@ SIZES = {"27m": (3, 8192), "124m": (12, 50304)}
 BYTES = {"bf16": 2, "int8": 1}
 
 COLUMNS = {
-    "of the speed of reading": with_spread("share"),
-    "times released": with_spread("times_released"),
-    "times GPT-NeoX": with_spread("times_GPT-NeoX"),
-    "ms a token": number("seconds", ".1f", unit=1e-3),
-    "reading, GB/s": number("limit_gbytes", ".0f"),
+    "share of read bandwidth": with_spread("share"),
+    "x released": with_spread("times_released"),
+    "x GPT-NeoX": with_spread("times_GPT-NeoX"),
+    "ms/token": number("seconds", ".1f", unit=1e-3),
+    "bandwidth, GB/s": number("limit_gbytes", ".0f"),
 }
 
 
 def measure_case(options: Namespace) -> list[Row]:
-    """One shape: `options` with a context, a batch and a number of feed-forward tokens."""
+    """Measure one combination of context, batch size and feed-forward tokens."""
     options.length = options.context + options.tokens
     models = {name: ours(name, options) for name in ("auto", "released")}
     size = models["auto"].num_parameters()
@@ -46,30 +54,29 @@ def measure_case(options: Namespace) -> list[Row]:
     cache = 2 * options.layers * options.width * options.batch * options.context
     weights = torch.randn(size + cache)
 
-    def speak(model: Any, tokens: int) -> Any:
+    def decoder(model: Any, tokens: int) -> Any:
         model = model.eval()
-        model.generation_config.eos_token_id = None  # so many tokens, whatever they are
-        bounds = {"max_new_tokens": tokens}
-        given = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
-        return lambda: model.generate(ids, **given, **bounds, do_sample=False)
+        model.generation_config.eos_token_id = None  # always decode the same number of tokens
+        inputs = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+        return lambda: model.generate(ids, **inputs, max_new_tokens=tokens, do_sample=False)
 
-    functions = {name: speak(model, options.tokens) for name, model in models.items()}
-    # What reading the prompt takes is not decoding; it is measured apart and taken off.
-    first = {f"{name}, first": speak(model, 1) for name, model in models.items()}
+    functions = {name: decoder(model, options.tokens) for name, model in models.items()}
+    # The prefill is timed separately and subtracted.
+    first = {f"{name}, first": decoder(model, 1) for name, model in models.items()}
     steps = options.tokens - 1
     reading = {"reading": lambda: [weights.sum() for _ in range(steps)]}
-    taken = interleaved({**reading, **functions, **first}, options.rounds)
+    times = time_interleaved({**reading, **functions, **first}, options.rounds)
     decoded = {
-        name: [a - b for a, b in zip(taken[name], taken[f"{name}, first"], strict=True)]
+        name: [a - b for a, b in zip(times[name], times[f"{name}, first"], strict=True)]
         for name in models
     }
-    decoded["reading"] = taken["reading"]
-    found = compared(decoded, "reading", against=("released", "GPT-NeoX"))
+    decoded["reading"] = times["reading"]
+    rows = compare(decoded, "reading", against=("released", "GPT-NeoX"))
     for name, size_of in BYTES.items():
         bytes_read = size_of * size + (2 if name == "bf16" else 4) * cache
         for key in ("share", "share_spread"):
-            found[name][key] *= bytes_read / (4 * weights.numel())
-    speed = 4e-9 * weights.numel() * steps / statistics.median(taken["reading"])
+            rows[name][key] *= bytes_read / (4 * weights.numel())
+    speed = 4e-9 * weights.numel() * steps / statistics.median(times["reading"])
     case = {
         "case": f"{size / 1e6:.0f}M after {options.context}, "
         f"batch {options.batch}, n {options.ffn_tokens}",
@@ -79,7 +86,7 @@ def measure_case(options: Namespace) -> list[Row]:
         "parameters": size,
         "limit_gbytes": speed,
     }
-    return [{**case, **row, "seconds": row["seconds"] / steps} for row in found.values()]
+    return [{**case, **row, "seconds": row["seconds"] / steps} for row in rows.values()]
 
 
 def measure(options: Namespace) -> Iterator[Row]:
@@ -92,7 +99,7 @@ def measure(options: Namespace) -> Iterator[Row]:
     shapes = [(first, *case) for case in cases]
     shapes += [(first, context, other, n) for other in batches]
     shapes += [(first, context, batch, other) for other in more]
-    # Of the larger models the prompts take long: all contexts only when asked for.
+    # Prefill of the larger models is slow: sweep their contexts only with --full.
     shapes += [(size, *case) for size in larger for case in (cases if options.full else cases[:1])]
     for size, context, batch, n in shapes:
         progress(f"decode, {size} after {context} tokens, batch {batch}, {n} feed-forward tokens")
@@ -104,16 +111,16 @@ def measure(options: Namespace) -> Iterator[Row]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    made = parser(__doc__)
-    made.add_argument("--width", type=int, default=768)
-    made.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    made.add_argument("--layers", type=int, help="by default those of the size")
-    made.add_argument("--vocab", type=int, help="by default that of the size")
-    made.add_argument("--contexts", type=int, nargs="+", default=[128, 1024])
-    made.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    made.add_argument("--ffn_tokens", type=int, nargs="+")
-    made.add_argument("--tokens", type=int, default=32, help="decoded")
-    options = made.parse_args(arguments)
+    parser = make_parser(__doc__)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--layers", type=int, help="default: that of the size")
+    parser.add_argument("--vocab", type=int, help="default: that of the size")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--ffn_tokens", type=int, nargs="+")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens to decode")
+    options = parser.parse_args(arguments)
     run("decode", measure, COLUMNS, options, axes=("parameters", "context", "batch", "n"))
 
 

@@ -1,14 +1,13 @@
-"""Growing a published size on disk: how exact, how long against a copy, in how much memory.
+"""Growing a model folder: exactness, time relative to a copy, and memory.
 
     python -m benchmarks.growth                       # 124m to 354m
     python -m benchmarks.growth --from 124m --to 354m 1.4b --init clone
 
-The model has fresh weights, scaled up so that every part moves the logits. `on disk` is
-`tokenformer grow`, which reads the old model layer by layer; `in memory` is the plain way (load,
-grow, save); the peer is the Transformer of the same presets, grown by Net2Net. Each runs in a
-process of its own, whose peak of resident memory, with and without the mapped pages of the old
-model, is compared with the size of the grown folder; the limit is copying that folder (read and
-written once, synced).
+The model has random weights, scaled up so that every part affects the logits. `on disk` is
+`tokenformer grow`, which reads the old model layer by layer; `in memory` loads, grows and saves it;
+the peer is the Transformer of the same presets, grown by Net2Net. Each runs in a new process. Peak
+resident memory, with and without the mapped pages of the old model, is relative to the size of the
+grown folder. The limit is copying that folder and syncing it.
 """
 
 import os
@@ -20,25 +19,25 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.measuring import number, parser, progress, ratio, run, with_spread
-from benchmarks.resident import PeakMemory, alone
+from benchmarks.harness import make_parser, number, progress, ratio, run, with_spread
+from benchmarks.memory_usage import PeakMemory, in_new_process
 from benchmarks.results import Row
 from benchmarks.sizes import config_of, model_class
 
 PEER = "Net2Net"
 COLUMNS = {
-    "time of a copy's": with_spread("times_copy", 1),
-    "times as fast as Net2Net": with_spread(f"times_{PEER}"),
+    "time / copy": with_spread("times_copy", 1),
+    "x Net2Net": with_spread(f"times_{PEER}"),
     "seconds": number("seconds", ".1f"),
-    "peak, of the grown": number("bytes_of_grown"),
-    "own memory": number("own_bytes_of_grown"),
-    "change of a layer": number("max_layer_change", ".1e"),
-    "change of the logits": number("max_logit_change", ".1e"),
+    "peak / grown size": number("bytes_of_grown"),
+    "without mapped pages": number("anonymous_bytes_of_grown"),
+    "layer change": number("max_layer_change", ".1e"),
+    "logit change": number("max_logit_change", ".1e"),
 }
 
 
 def make(family: str, size: str, folder: Path) -> None:
-    """In a process of its own, whose memory is given back."""
+    """Save a model with random weights. Runs in a new process."""
     import torch
 
     torch.manual_seed(0)
@@ -70,24 +69,24 @@ def net2net(small: Path, large: Path, to: str, init: str) -> float | None:
     return grow_transformer_folder(small, large, config_of("Transformer", to)).max_layer_change
 
 
-WAYS: dict[str, Callable[[Path, Path, str, str], float | None]] = {
+METHODS: dict[str, Callable[[Path, Path, str, str], float | None]] = {
     "on disk": on_disk,
     "in memory": in_memory,
     PEER: net2net,
 }
 
 
-def grow_by(way: str, small: Path, large: Path, to: str, init: str) -> Row:
-    """In the process that is measured."""
+def grow_by(method: str, small: Path, large: Path, to: str, init: str) -> Row:
+    """Grow the model and measure it. Runs in a new process."""
     shutil.rmtree(large, ignore_errors=True)
     large.mkdir()
     os.sync()
     start = time.perf_counter()
     with PeakMemory() as peak:
-        change = WAYS[way](small, large, to, init)
+        change = METHODS[method](small, large, to, init)
         sync(large)
     seconds = time.perf_counter() - start
-    row = {"seconds": seconds, "bytes": peak.bytes, "own_bytes": peak.own_bytes}
+    row = {"seconds": seconds, "bytes": peak.bytes, "anonymous_bytes": peak.anonymous_bytes}
     return {**row, "max_layer_change": change}
 
 
@@ -97,8 +96,7 @@ def sync(folder: Path) -> None:
             os.fsync(opened.fileno())
 
 
-def copied(source: Path, target: Path) -> float:
-    """The seconds it takes."""
+def copy_seconds(source: Path, target: Path) -> float:
     shutil.rmtree(target, ignore_errors=True)
     os.sync()
     start = time.perf_counter()
@@ -116,51 +114,52 @@ def logit_change(small: Path, large: Path) -> float:
 
 
 def measure_size(folder: Path, options: Namespace, to: str) -> Iterator[Row]:
-    small = {way: folder / ("small" if way != PEER else "small-peer") for way in WAYS}
-    large = {way: folder / f"large-{place}" for place, way in enumerate(WAYS)}
-    taken: dict[str, list[float]] = {name: [] for name in ("copy", *WAYS)}
-    found: dict[str, Row] = {}
-    for turn in range(1, options.rounds + 1):
-        for way in WAYS:
-            progress(f"growth to {to} {way}, round {turn} of {options.rounds}")
-            found[way] = alone(grow_by, way, small[way], large[way], to, options.init)
-            taken[way].append(found[way]["seconds"])
-        taken["copy"].append(copied(large["on disk"], folder / "copy"))
-    size = {way: sum(file.stat().st_size for file in large[way].iterdir()) for way in WAYS}
-    for way in WAYS:
-        row: Row = {"case": f"{options.small} to {to}, {options.init}", "name": way}
-        row |= {"seconds": statistics.median(taken[way]), "bytes": size[way]}
-        for rival in ("copy", PEER):
-            over = (taken[way], taken[rival]) if rival == "copy" else (taken[rival], taken[way])
-            row[f"times_{rival}"], row[f"times_{rival}_spread"] = ratio(*over)
-        for key in ("bytes", "own_bytes"):
-            row |= {f"peak_{key}": found[way][key], f"{key}_of_grown": found[way][key] / size[way]}
-        row |= {"copy_seconds": statistics.median(taken["copy"])}
-        if way != PEER:  # which does not measure its layers
-            row["max_layer_change"] = found[way]["max_layer_change"]
-        if way == "on disk":
-            row["max_logit_change"] = alone(logit_change, small[way], large[way])
+    small = {name: folder / ("small-peer" if name == PEER else "small") for name in METHODS}
+    large = {name: folder / f"large-{index}" for index, name in enumerate(METHODS)}
+    times: dict[str, list[float]] = {name: [] for name in ("copy", *METHODS)}
+    measured: dict[str, Row] = {}
+    for round_number in range(1, options.rounds + 1):
+        for name in METHODS:
+            progress(f"growth to {to} {name}, round {round_number} of {options.rounds}")
+            arguments = (name, small[name], large[name], to, options.init)
+            measured[name] = in_new_process(grow_by, *arguments)
+            times[name].append(measured[name]["seconds"])
+        times["copy"].append(copy_seconds(large["on disk"], folder / "copy"))
+    size = {name: sum(file.stat().st_size for file in large[name].iterdir()) for name in METHODS}
+    for name in METHODS:
+        row: Row = {"case": f"{options.small} to {to}, {options.init}", "name": name}
+        row |= {"seconds": statistics.median(times[name]), "bytes": size[name]}
+        row["times_copy"], row["times_copy_spread"] = ratio(times[name], times["copy"])
+        row[f"times_{PEER}"], row[f"times_{PEER}_spread"] = ratio(times[PEER], times[name])
+        for key in ("bytes", "anonymous_bytes"):
+            peak = measured[name][key]
+            row |= {f"peak_{key}": peak, f"{key}_of_grown": peak / size[name]}
+        row |= {"copy_seconds": statistics.median(times["copy"])}
+        if name != PEER:  # Net2Net does not measure the change of each layer
+            row["max_layer_change"] = measured[name]["max_layer_change"]
+        if name == "on disk":
+            row["max_logit_change"] = in_new_process(logit_change, small[name], large[name])
         yield row
 
 
 def measure(options: Namespace) -> Iterator[Row]:
     options.rounds = options.rounds or (5 if options.full else 3)
     sizes = options.large or (["354m", "757m", "1.4b"] if options.full else ["354m"])
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         progress(f"growth: writing {options.small}")
-        alone(make, "Tokenformer", options.small, folder / "small")
-        alone(make, "Transformer", options.small, folder / "small-peer")
+        in_new_process(make, "Tokenformer", options.small, folder / "small")
+        in_new_process(make, "Transformer", options.small, folder / "small-peer")
         for to in sizes:
             yield from measure_size(folder, options, to)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    made = parser(__doc__)
-    made.add_argument("--from", dest="small", default="124m")
-    made.add_argument("--to", dest="large", nargs="+")
-    made.add_argument("--init", default="zero")
-    run("growth", measure, COLUMNS, made.parse_args(arguments), axes=("bytes",))
+    parser = make_parser(__doc__)
+    parser.add_argument("--from", dest="small", default="124m")
+    parser.add_argument("--to", dest="large", nargs="+")
+    parser.add_argument("--init", default="zero")
+    run("growth", measure, COLUMNS, parser.parse_args(arguments), axes=("bytes",))
 
 
 if __name__ == "__main__":

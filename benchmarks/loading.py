@@ -1,13 +1,13 @@
-"""Loading a model folder: against reading its files once, and in how much memory.
+"""Loading a model folder: time relative to reading its files once, and memory.
 
     python -m benchmarks.loading                       # 354m
     python -m benchmarks.loading --sizes 1.4b
 
-`from_pretrained` of ours and of transformers' GPT-NeoX of equal size, interleaved with `read()` of
-all files into one buffer; what is read lies in the page cache. `read` weights were summed once
-after loading, since a loaded model may be a map of its file that nobody has looked at. In a process
-of its own each way loads for the first time, with the peak of its resident memory; there `plain` is
-the way without `from_pretrained`: build the model, read the state dict, copy it in.
+`from_pretrained` of our model and of transformers' GPT-NeoX of equal size, interleaved with reading
+all files into one buffer from the page cache. Rows named `..., read` also sum all weights after
+loading, because a loaded model may be a memory map that has not been read yet. The first load is
+measured in a new process, with its peak resident memory; there `plain` builds the model, reads the
+state dict and copies it instead of calling `from_pretrained`.
 """
 
 import tempfile
@@ -19,26 +19,34 @@ from typing import Any
 
 import torch
 
-from benchmarks.measuring import compared, interleaved, number, parser, progress, run, with_spread
-from benchmarks.resident import PeakMemory, alone
+from benchmarks.harness import (
+    compare,
+    make_parser,
+    number,
+    progress,
+    run,
+    time_interleaved,
+    with_spread,
+)
+from benchmarks.memory_usage import PeakMemory, in_new_process
 from benchmarks.results import Row
 from benchmarks.sizes import config_of, model_class
 from benchmarks.training import neox, size_of
 
 BLOCK = 16 << 20
 COLUMNS = {
-    "of the speed of reading": with_spread("share"),
-    "weights read too": number("share_read"),
-    "times GPT-NeoX": with_spread("times_GPT-NeoX"),
+    "share of read speed": with_spread("share"),
+    "with weights read": number("share_read"),
+    "x GPT-NeoX": with_spread("times_GPT-NeoX"),
     "seconds": number("seconds", ".3f"),
-    "reading, GB/s": number("limit_gbytes", ".1f"),
-    "peak, copies of the model": number("copies"),
-    "of them own memory": number("own_copies"),
+    "read speed, GB/s": number("limit_gbytes", ".1f"),
+    "peak / model size": number("copies"),
+    "without mapped pages": number("anonymous_copies"),
 }
 
 
 def write(name: str, size: str, folder: Path) -> int:
-    """In a process of its own; the number of parameters."""
+    """Save a model with random weights and return its parameter count. Runs in a new process."""
     config = config_of("Tokenformer", size)
     with torch.device("meta"):
         model = model_class("Tokenformer")(config)
@@ -67,13 +75,13 @@ def load(name: str, folder: Path) -> Any:
         from transformers import GPTNeoXForCausalLM
 
         return GPTNeoXForCausalLM.from_pretrained(folder)
-    made = model_class("Tokenformer")
+    tokenformer = model_class("Tokenformer")
     if name == "from_pretrained":
-        return made.from_pretrained(folder)
+        return tokenformer.from_pretrained(folder)
     from safetensors.torch import load_file
 
-    model = made(made.config_class.from_pretrained(folder))
-    model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)  # the tied head
+    model = tokenformer(tokenformer.config_class.from_pretrained(folder))
+    model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)  # the head is tied
     return model
 
 
@@ -83,7 +91,7 @@ def touch(model: Any) -> None:
 
 
 def first_load(name: str, folder: Path, threads: int) -> Row:
-    """In the process that is measured."""
+    """Load a model for the first time and measure it. Runs in a new process."""
     torch.set_num_threads(threads)
     read(folder)
     start = time.perf_counter()
@@ -96,20 +104,20 @@ def first_load(name: str, folder: Path, threads: int) -> Row:
         touch(model)
         with_reading = time.perf_counter() - start
     row = {"seconds": seconds, "share": limit / seconds, "share_read": limit / with_reading}
-    return row | {"bytes": peak.bytes, "own_bytes": peak.own_bytes}
+    return row | {"bytes": peak.bytes, "anonymous_bytes": peak.anonymous_bytes}
 
 
-def in_turn(folders: dict[str, Path], rounds: int) -> dict[str, list[float]]:
-    """Seconds of reading and of loading, with and without a look at the weights."""
+def repeated_loads(folders: dict[str, Path], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of reading the files and of loading, with and without reading weights."""
 
-    def bind(name: str, look: Callable[[Any], None]) -> Callable[[], None]:
-        return lambda: look(load(name, folders[name]))
+    def bind(name: str, after: Callable[[Any], None]) -> Callable[[], None]:
+        return lambda: after(load(name, folders[name]))
 
     functions: dict[str, Callable[[], None]] = {"reading": lambda: read(folders["from_pretrained"])}
     for name in folders:
         functions[name] = bind(name, lambda model: None)
         functions[f"{name}, read"] = bind(name, touch)
-    return interleaved(functions, rounds)
+    return time_interleaved(functions, rounds)
 
 
 def measure_size(folder: Path, size: str, rounds: int) -> Iterator[Row]:
@@ -117,25 +125,26 @@ def measure_size(folder: Path, size: str, rounds: int) -> Iterator[Row]:
     parameters = {}
     for name, path in folders.items():
         progress(f"loading: writing {size}, {name}")
-        parameters[name] = alone(write, name, size, path)
+        parameters[name] = in_new_process(write, name, size, path)
     weights = sum(file.stat().st_size for file in folders["from_pretrained"].iterdir())
     case = {"size": size, "bytes": weights, "parameters": parameters["from_pretrained"]}
-    progress(f"loading {size} again and again")
-    taken = in_turn(folders, rounds)
-    found = compared(taken, "reading")
-    again = {**case, "case": f"{size}, again and again", "what": "again"}
-    speed = weights / sorted(taken["reading"])[rounds // 2] / 1e9
-    for name, row in found.items():
+    progress(f"loading {size} repeatedly")
+    times = repeated_loads(folders, rounds)
+    rows = compare(times, "reading")
+    repeated = {**case, "case": f"{size}, repeated", "what": "repeated"}
+    speed = weights / sorted(times["reading"])[rounds // 2] / 1e9
+    for name, row in rows.items():
         peer = "GPT-NeoX, read" if name.endswith(", read") else "GPT-NeoX"
-        against = compared(taken, "reading", against=(peer,))[name]
+        against = compare(times, "reading", against=(peer,))[name]
         for end in ("", "_spread"):
             row[f"times_GPT-NeoX{end}"] = against[f"times_{peer}{end}"]
-        yield {**again, **row, "limit_gbytes": speed}
+        yield {**repeated, **row, "limit_gbytes": speed}
     for name in ("from_pretrained", "plain", "GPT-NeoX"):
         progress(f"loading {size} in a new process, {name}")
         path = folders.get(name, folders["from_pretrained"])
-        row = alone(first_load, name, path, torch.get_num_threads())
-        row |= {"copies": row.pop("bytes") / weights, "own_copies": row.pop("own_bytes") / weights}
+        row = in_new_process(first_load, name, path, torch.get_num_threads())
+        for key, count in (("bytes", "copies"), ("anonymous_bytes", "anonymous_copies")):
+            row[count] = row.pop(key) / weights
         first = {**case, "case": f"{size}, first", "what": "first", "name": name}
         yield {**first, **row, "share_spread": 0.0}
 
@@ -145,14 +154,14 @@ def measure(options: Namespace) -> Iterator[Row]:
 
     logging.disable_progress_bar()
     for size in options.sizes or (["354m", "1.4b"] if options.full else ["354m"]):
-        with tempfile.TemporaryDirectory() as name:
-            yield from measure_size(Path(name), size, options.rounds or 5)
+        with tempfile.TemporaryDirectory() as folder:
+            yield from measure_size(Path(folder), size, options.rounds or 5)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    made = parser(__doc__)
-    made.add_argument("--sizes", nargs="+", help="presets")
-    run("loading", measure, COLUMNS, made.parse_args(arguments), axes=("bytes",))
+    parser = make_parser(__doc__)
+    parser.add_argument("--sizes", nargs="+", help="presets")
+    run("loading", measure, COLUMNS, parser.parse_args(arguments), axes=("bytes",))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What the training loop costs over bare forward, backward and optimizer step.
+"""Overhead of the training loop over bare forward, backward and optimizer step.
 
     python -m benchmarks.loop
 
-The same small model, batches and optimizer, interleaved step by step, median of the ratios: the
-loop's share is picking and cutting the batch, clipping, the watch over spikes and the metrics row.
+Both use the same small model, batch and optimizer. The overhead is sampling the batch, clipping,
+spike detection and the metrics row.
 """
 
 from argparse import Namespace
@@ -12,7 +12,15 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from benchmarks.measuring import compared, interleaved, number, parser, progress, run, with_spread
+from benchmarks.harness import (
+    compare,
+    make_parser,
+    number,
+    progress,
+    run,
+    time_interleaved,
+    with_spread,
+)
 from benchmarks.results import Row
 from tokenformer import TokenformerConfig, TokenformerForCausalLM
 from tokenformer.train.loop import Loop
@@ -20,7 +28,7 @@ from tokenformer.train.options import OptimizerOptions, RunOptions, ScheduleOpti
 from tokenformer.train.task import LanguageTask
 
 COLUMNS = {
-    "of the bare step's speed": with_spread("share", 3),
+    "share of bare step": with_spread("share", 3),
     "ms": number("seconds", ".1f", unit=1e-3),
 }
 
@@ -51,16 +59,16 @@ def measure(options: Namespace) -> Iterator[Row]:
 
     rounds = options.rounds or (80 if options.full else 30)
     progress(f"loop, {rounds} steps each")
-    taken = interleaved({"bare step": bare_step, "loop": loop.step}, rounds)
+    times = time_interleaved({"bare step": bare_step, "loop": loop.step}, rounds)
     case = {"case": f"{options.batch} x {options.length}", "length": options.length}
-    yield {**case, **compared(taken, "bare step")["loop"]}
+    yield {**case, **compare(times, "bare step")["loop"]}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    made = parser(__doc__)
-    made.add_argument("--batch", type=int, default=8)
-    made.add_argument("--length", type=int, default=256)
-    run("loop", measure, COLUMNS, made.parse_args(arguments))
+    parser = make_parser(__doc__)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=256)
+    run("loop", measure, COLUMNS, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

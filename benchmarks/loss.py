@@ -1,10 +1,9 @@
-"""Memory and time of the chunked loss against the plain one, at a 50k vocabulary.
+"""Memory and time of the chunked loss against the plain loss, with a vocabulary of 50k.
 
     python -m benchmarks.loss
 
-Peak memory is what the process gains, beyond inputs and their gradients, while loss and gradients
-are computed; each runs in a process of its own. Times are interleaved; the limit is the three
-products that loss and gradients cannot do without.
+Peak memory is measured in a new process, beyond the inputs and their gradients. The limit of the
+time is the three matrix products of loss and gradients.
 """
 
 from argparse import Namespace
@@ -14,16 +13,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.measuring import compared, interleaved, number, parser, progress, run, with_spread
-from benchmarks.resident import PeakMemory, alone
+from benchmarks.harness import (
+    compare,
+    make_parser,
+    number,
+    progress,
+    run,
+    time_interleaved,
+    with_spread,
+)
+from benchmarks.memory_usage import PeakMemory, in_new_process
 from benchmarks.results import Row
 from tokenformer.train.loss import chunked_cross_entropy
 
 COLUMNS = {
-    "of the products' speed": with_spread("share"),
-    "times plain": with_spread("times_plain"),
+    "share of matmul speed": with_spread("share"),
+    "x plain": with_spread("times_plain"),
     "peak, MB": number("peak_bytes", ",.0f", unit=1e6),
-    "of plain's": number("peak", ".3f"),
+    "peak / plain": number("peak", ".3f"),
 }
 
 
@@ -40,13 +47,13 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 def make_inputs(options: Namespace) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     hidden = torch.randn(options.tokens, options.width, requires_grad=True)
-    # At the scale of a real embedding: larger logits have softmaxes full of denormal numbers.
+    # The scale of a real embedding: softmax of larger logits is full of denormal numbers.
     embedding = torch.empty(options.vocab, options.width).normal_(std=0.02).requires_grad_()
     return hidden, embedding, torch.randint(options.vocab, (options.tokens,))
 
 
 def peak_bytes(name: str, options: Namespace) -> int:
-    """In the process that is measured."""
+    """Measure one loss. Runs in a new process."""
     torch.set_num_threads(options.threads)
     hidden, embedding, labels = make_inputs(options)
     with PeakMemory() as peak:
@@ -59,33 +66,33 @@ def measure(options: Namespace) -> Iterator[Row]:
     progress(f"loss of {options.tokens} tokens")
     hidden, embedding, labels = make_inputs(options)
     logits = torch.empty(options.tokens, options.vocab)
-    rows, matrix = hidden.detach(), embedding.detach()
+    states, matrix = hidden.detach(), embedding.detach()
 
     @torch.no_grad()
     def products() -> None:
-        torch.mm(rows, matrix.T, out=logits)
+        torch.mm(states, matrix.T, out=logits)
         logits @ matrix
-        logits.T @ rows
+        logits.T @ states
 
     def step(loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(loss(hidden, embedding, labels), (hidden, embedding))
 
     steps = {name: step(loss) for name, loss in LOSSES.items()}
-    taken = interleaved({"products": products, **steps}, options.rounds or 5)
-    found = compared(taken, "products", against=("plain",))
-    peaks = {name: alone(peak_bytes, name, options) for name in LOSSES}
+    times = time_interleaved({"products": products, **steps}, options.rounds or 5)
+    rows = compare(times, "products", against=("plain",))
+    peaks = {name: in_new_process(peak_bytes, name, options) for name in LOSSES}
     case = f"{options.tokens} x {options.width} x {options.vocab}"
-    for name, row in found.items():
+    for name, row in rows.items():
         memory = {"peak_bytes": peaks[name], "peak": peaks[name] / max(1, peaks["plain"])}
         yield {"case": case, **row, **memory}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    made = parser(__doc__)
-    made.add_argument("--tokens", type=int, help="by default 1024, with --full 4096")
-    made.add_argument("--width", type=int, default=768)
-    made.add_argument("--vocab", type=int, default=50304)
-    options = made.parse_args(arguments)
+    parser = make_parser(__doc__)
+    parser.add_argument("--tokens", type=int, help="default: 1024, with --full 4096")
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--vocab", type=int, default=50304)
+    options = parser.parse_args(arguments)
     options.tokens = options.tokens or (4096 if options.full else 1024)
     run("loss", measure, COLUMNS, options)
 

@@ -1,12 +1,11 @@
-"""What Pattention costs, forward and backward, by backend: time against bare products, and memory.
+"""Pattention forward and backward, by backend: time relative to its matrix products, and memory.
 
     python -m benchmarks.operator
     python -m benchmarks.operator --backends streamed --shapes 4096x768x6144 --rounds 7
 
-The limit is the six matrix products that forward and backward cannot do without (x K^T, W V, and
-two for the gradients of each). `released` is the formula as the authors' code has it, `mlp` the
-plain Transformer's feed-forward network of as many weights. What is kept for the backward pass is
-counted by hooks; peaks of memory are in `memory`.
+The limit is the six matrix products of forward and backward (x K^T, W V, and two for the gradients
+of each). `released` is the formula of the authors' code, `mlp` a Transformer MLP with as many
+weights. Hooks count what autograd saves for the backward pass; `memory` measures peaks.
 """
 
 import statistics
@@ -17,12 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.formula import Kept, mlp, released
-from benchmarks.measuring import compared, interleaved, number, parser, progress, run, with_spread
+from benchmarks.baselines import mlp, released
+from benchmarks.harness import (
+    compare,
+    make_parser,
+    number,
+    progress,
+    run,
+    time_interleaved,
+    with_spread,
+)
+from benchmarks.memory_usage import SavedTensors
 from benchmarks.results import Row
 from tokenformer.ops import BACKENDS, pattention
 
-# Rows, d, n: along n with the layers of 124m, 354m and 1.4b, along the rows, and a narrow model.
+# Rows, d, n: n of the layers of 124m, 354m and 1.4b; more and fewer rows; a narrow model.
 SHAPES = [
     (1024, 768, 576),
     (1024, 768, 2304),
@@ -35,23 +43,22 @@ SHAPES = [
 MORE_SHAPES = [*SHAPES, (4096, 768, 6144), (2048, 768, 34480), (4096, 768, 34480)]
 
 COLUMNS = {
-    "of the products' speed": with_spread("share"),
-    "times released": with_spread("times_released"),
-    "times mlp": with_spread("times_mlp"),
-    "kept, of released's": number("kept", ".3f"),
-    "products, GF/s": number("limit_gflops", ".0f"),
+    "share of matmul speed": with_spread("share"),
+    "x released": with_spread("times_released"),
+    "x mlp": with_spread("times_mlp"),
+    "saved / released": number("saved", ".3f"),
+    "matmul, GFLOP/s": number("limit_gflops", ".0f"),
 }
 
 
-def by(backend: str) -> Any:
+def backend_function(backend: str) -> Any:
     return lambda x, keys, values: pattention(x, keys, values, backend=backend)
 
 
-def kept_bytes(function: Any, inputs: list[Tensor]) -> int:
-    with Kept(inputs) as kept:
-        made = function(*inputs)
-    del made
-    return kept.bytes
+def saved_bytes(function: Any, inputs: list[Tensor]) -> int:
+    with SavedTensors(inputs) as saved:
+        function(*inputs)
+    return saved.bytes
 
 
 def measure_shape(rows: int, d: int, n: int, names: list[str], rounds: int) -> list[Row]:
@@ -68,28 +75,33 @@ def measure_shape(rows: int, d: int, n: int, names: list[str], rounds: int) -> l
         torch.mm(weights.T, grad, out=down)
         torch.mm(weights.T, x, out=down)
 
-    functions = {"released": released, "mlp": mlp, **{name: by(name) for name in names}}
+    functions = {
+        "released": released,
+        "mlp": mlp,
+        **{name: backend_function(name) for name in names},
+    }
 
     def step(function: Any) -> Any:
         return lambda: torch.autograd.grad(function(*inputs), inputs, grad)
 
     steps = {name: step(function) for name, function in functions.items()}
-    taken = interleaved({"products": products, **steps}, rounds)
-    found = compared(taken, "products", against=("released", "mlp"))
-    kept = {name: kept_bytes(function, inputs) for name, function in functions.items()}
+    times = time_interleaved({"products": products, **steps}, rounds)
+    compared = compare(times, "products", against=("released", "mlp"))
+    saved = {name: saved_bytes(function, inputs) for name, function in functions.items()}
     case = {"case": f"{rows} x {d} x {n}", "rows": rows, "d": d, "n": n}
-    speed = 12 * rows * d * n / statistics.median(taken["products"]) / 1e9
+    speed = 12 * rows * d * n / statistics.median(times["products"]) / 1e9
     memory = {
-        name: {"kept_bytes": kept[name], "kept": kept[name] / kept["released"]} for name in kept
+        name: {"saved_bytes": count, "saved": count / saved["released"]}
+        for name, count in saved.items()
     }
-    return [{**case, **found[name], **memory[name], "limit_gflops": speed} for name in functions]
+    return [{**case, **compared[name], **memory[name], "limit_gflops": speed} for name in functions]
 
 
 def measure(options: Namespace) -> Iterator[Row]:
     torch.manual_seed(0)
     shapes = options.shapes or (MORE_SHAPES if options.full else SHAPES)
-    for place, (rows, d, n) in enumerate(shapes, 1):
-        progress(f"operator, {place} of {len(shapes)}: {rows} rows, width {d}, {n} tokens")
+    for position, (rows, d, n) in enumerate(shapes, 1):
+        progress(f"operator, {position} of {len(shapes)}: {rows} rows, width {d}, {n} tokens")
         yield from measure_shape(
             rows, d, n, options.backends, options.rounds or (11 if options.full else 5)
         )
@@ -101,15 +113,15 @@ def shape(text: str) -> tuple[int, int, int]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    made = parser(__doc__)
-    made.add_argument("--shapes", type=shape, nargs="+", help="rows x d x n")
-    made.add_argument(
+    parser = make_parser(__doc__)
+    parser.add_argument("--shapes", type=shape, nargs="+", help="rows x d x n")
+    parser.add_argument(
         "--backends",
         nargs="+",
         choices=[name for name in (*BACKENDS, "auto") if name not in ("native", "triton")],
         default=["reference", "direct", "streamed"],
     )
-    run("operator", measure, COLUMNS, made.parse_args(arguments), axes=("n", "rows", "d"))
+    run("operator", measure, COLUMNS, parser.parse_args(arguments), axes=("n", "rows", "d"))
 
 
 if __name__ == "__main__":

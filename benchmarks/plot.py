@@ -1,4 +1,4 @@
-"""The picture of a results file: how near each benchmark comes to what the machine can do.
+"""Plot a results file: how close each benchmark comes to the limit of the machine.
 
 python -m benchmarks.plot benchmarks/results/NAME.json --out NAME.png
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.results import Row
 
-# Dark enough on white, and told apart by the colour-blind; one rival has one colour throughout.
+# Colour-blind safe; an implementation has the same colour in every panel.
 OURS, SECOND, THIRD, FORMULA, PEER = "#0072b2", "#56b4e9", "#009e73", "#d55e00", "#6b6b6b"
 COLOURS = {
     "direct": OURS,
@@ -28,41 +28,41 @@ COLOURS = {
 }
 INK, PALE = "0.35", "0.92"
 BAR = 0.24
-ROOM_ABOVE = 1.2
+LEGEND_SPACE = 1.2
 
 
 def colour(name: str) -> str:
-    """Whoever is not named above is a peer."""
+    """Return the colour of an implementation; those not listed are peers."""
     return COLOURS.get(name.partition(",")[0], PEER)
 
 
 def draw(results: Row, path: Path) -> None:
-    """Panels of the sections that are there."""
+    """Draw a panel for every section in the results."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     panels = [panel for section, panel in PANELS if section in results and results[section]["rows"]]
     if not panels:
-        raise ValueError(f"no section to draw; there is {', '.join(results) or 'nothing'}")
-    across = min(3, len(panels))
-    down = -(-len(panels) // across)
-    # A figure of its own, not pyplot's: the caller's backend and open figures stay as they are.
-    figure = Figure(figsize=(5 * across, 3.7 * down + 0.4), layout="constrained")
+        raise ValueError(f"no section to draw; the file has {', '.join(results) or 'nothing'}")
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    # Not pyplot, which would change the caller's backend and figures.
+    figure = Figure(figsize=(5 * columns, 3.7 * rows + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
-    places = figure.subplots(down, across, squeeze=False).flatten()
-    for axes, panel in zip(places, panels, strict=False):
+    grid = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes, panel in zip(grid, panels, strict=False):
         panel(axes, results)
         axes.tick_params(length=0, colors=INK, labelsize=8)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.spines["bottom"].set_color("0.8")
         axes.set_axisbelow(True)
-    for axes in places[len(panels) :]:
+    for axes in grid[len(panels) :]:
         axes.set_visible(False)
-    about = results["machine"]
-    threads = f"{about['threads']} thread{'s' if about['threads'] > 1 else ''}"
+    machine = results["machine"]
+    threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
     figure.suptitle(
-        f"tokenformer {about['tokenformer']} on {about['cpu']}, {threads}, "
-        f"torch {about['torch']}, fp32",
+        f"tokenformer {machine['tokenformer']} on {machine['cpu']}, {threads}, "
+        f"torch {machine['torch']}, fp32",
         color=INK,
         fontsize=10,
     )
@@ -104,12 +104,12 @@ def lines(axes: Any, rows: list[Row], x: str, y: str, spread: str | None = None)
 
 
 def bars(axes: Any, rows: list[Row], cases: dict[str, list[Row]], value: str) -> None:
-    """A group for each case, a bar for each rival, labelled with its value."""
+    """Draw a group of bars per case and a labelled bar per implementation."""
     names = names_of(rows)
     bar = min(BAR, 0.84 / len(names))
-    for place, of_case in enumerate(cases.values()):
-        for row in of_case:
-            at = place + bar * (names.index(row["name"]) - (len(names) - 1) / 2)
+    for group, case_rows in enumerate(cases.values()):
+        for row in case_rows:
+            at = group + bar * (names.index(row["name"]) - (len(names) - 1) / 2)
             error = row.get(f"{value}_spread", 0) / 2
             axes.bar(at, row[value], 0.92 * bar, yerr=error, color=colour(row["name"]), ecolor=INK)
             axes.annotate(
@@ -130,17 +130,17 @@ def group_axis(axes: Any, cases: list[str]) -> None:
 
 
 def legend(axes: Any, names: list[str]) -> None:
-    """In a row above the bars, for which room is made."""
+    """Put the legend above the bars and extend the axis to fit it."""
     from matplotlib.patches import Patch
 
-    axes.set_ylim(0, ROOM_ABOVE * axes.get_ylim()[1])
+    axes.set_ylim(0, LEGEND_SPACE * axes.get_ylim()[1])
     handles = [Patch(color=colour(name), label=name) for name in names]
     look = {"frameon": False, "fontsize": 8, "handlelength": 1.0, "columnspacing": 1.0}
     axes.legend(handles=handles, loc="upper left", ncols=3, **look)
 
 
 def widest_sweep(rows: list[Row], axis: str, others: tuple[str, ...]) -> list[Row]:
-    """The rows that differ in `axis` alone, where there are most."""
+    """Return the largest group of rows that differ only in `axis`."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row.get(other) for other in others), []).append(row)
@@ -151,7 +151,7 @@ def operator(axes: Any, results: Row) -> None:
     rows = widest_sweep(results["operator"]["rows"], "n", ("rows", "d"))
     lines(axes, rows, "n", "share", "share_spread")
     title = f"Pattention, forward and backward\n{rows[0]['rows']:,} rows, width {rows[0]['d']}"
-    share_axis(axes, title, "the bare products' speed")
+    share_axis(axes, title, "matmul speed")
     axes.set_xlabel("parameter tokens", color=INK, fontsize=9)
     axes.legend(frameon=False, fontsize=8, loc="lower right", ncols=2)
 
@@ -165,12 +165,12 @@ def training(axes: Any, results: Row) -> None:
     shown = [row for group in cases.values() for row in group]
     bars(axes, shown, cases, "share")
     shape = f"{rows[0]['batch']} x {rows[0]['length']} tokens"
-    share_axis(axes, f"Training step, prefill, layers alone\n{shape}", "the products' speed")
+    share_axis(axes, f"Training step, prefill, encoder layers\n{shape}", "matmul speed")
     legend(axes, names_of(shown))
 
 
 def with_peer_name(row: Row) -> Row:
-    """Peers share a colour and the last place; which it is stands below."""
+    """Rename a peer to `peer`, so that all share a colour; the axis label names it."""
     return {**row, "name": "peer"} if row["name"] == row["peer"] else row
 
 
@@ -181,8 +181,8 @@ def decode(axes: Any, results: Row) -> None:
         case = f"{row['parameters'] / 1e6:.0f}M\nafter {row['context']:,}\nbatch {row['batch']}"
         cases.setdefault(case, []).append(row)
     bars(axes, rows, cases, "times_GPT-NeoX")
-    axes.set_title("Decoding\na token at a time", fontsize=10.5, loc="left")
-    axes.set_ylabel("times as fast as GPT-NeoX", color=INK, fontsize=9)
+    axes.set_title("Decoding\none token at a time", fontsize=10.5, loc="left")
+    axes.set_ylabel("speedup over GPT-NeoX", color=INK, fontsize=9)
     axes.axhline(1, color="0.6", linewidth=1, linestyle=(0, (3, 3)))
     axes.grid(color=PALE, axis="y")
     legend(axes, names_of(rows))
@@ -195,15 +195,15 @@ def memory(axes: Any, results: Row) -> None:
     for row in rows:
         cases.setdefault(row["case"].replace(" x ", " x\n", 1), []).append(row)
     names = names_of(rows)
-    for place, of_case in enumerate(cases.values()):
-        for row in of_case:
-            at = place + 0.16 * (names.index(row["name"]) - (len(names) - 1) / 2)
+    for group, case_rows in enumerate(cases.values()):
+        for row in case_rows:
+            at = group + 0.16 * (names.index(row["name"]) - (len(names) - 1) / 2)
             axes.bar(at, row["peak_bytes"] / 1e9, 0.145, color=colour(row["name"]))
-            # Of each bar, how much of it is kept from forward to backward.
-            axes.bar(at, row["kept_bytes"] / 1e9, 0.145, color="white", alpha=0.45)
+            # The pale part of a bar is saved for the backward pass.
+            axes.bar(at, row["saved_bytes"] / 1e9, 0.145, color="white", alpha=0.45)
     group_axis(axes, list(cases))
     axes.set_title(
-        "Peak memory, forward and backward\nrows x width x tokens; pale: kept between them",
+        "Peak memory, forward and backward\nrows x width x tokens; pale: saved for backward",
         fontsize=10.5,
         loc="left",
     )
@@ -213,11 +213,11 @@ def memory(axes: Any, results: Row) -> None:
 
 
 def loading(axes: Any, results: Row) -> None:
-    rows = [row for row in results["loading"]["rows"] if row["what"] == "again"]
+    rows = [row for row in results["loading"]["rows"] if row["what"] == "repeated"]
     cases: dict[str, list[Row]] = {}
     for row in rows:
         name, _, read = row["name"].partition(", ")
-        case = f"{row['size']}\n{'and weights read' if read else 'loaded'}"
+        case = f"{row['size']}\n{'with weights read' if read else 'loaded'}"
         seconds = {"seconds": row["seconds"], "name": name}
         seconds["times_reading"] = 1 / row["share"]
         cases.setdefault(case, []).append(seconds)
@@ -225,7 +225,7 @@ def loading(axes: Any, results: Row) -> None:
     bars(axes, shown, cases, "times_reading")
     axes.axhline(1, color="0.6", linewidth=1, linestyle=(0, (3, 3)))
     axes.set_title("Loading a folder\nin the page cache", fontsize=10.5, loc="left")
-    axes.set_ylabel("times reading its files once", color=INK, fontsize=9)
+    axes.set_ylabel("time / reading its files once", color=INK, fontsize=9)
     axes.grid(color=PALE, axis="y")
     legend(axes, names_of(shown))
 
@@ -238,7 +238,7 @@ def growth(axes: Any, results: Row) -> None:
     bars(axes, rows, cases, "times_copy")
     axes.axhline(1, color="0.6", linewidth=1, linestyle=(0, (3, 3)))
     axes.set_title("Growing a folder\nread, grown, written, synced", fontsize=10.5, loc="left")
-    axes.set_ylabel("times copying the grown one", color=INK, fontsize=9)
+    axes.set_ylabel("time / copying the grown folder", color=INK, fontsize=9)
     axes.grid(color=PALE, axis="y")
     legend(axes, names_of(rows))
 
@@ -256,11 +256,11 @@ PANELS: list[tuple[str, Callable[[Any, Row], None]]] = [
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("results", type=Path)
-    parser.add_argument("--out", type=Path, help="by default beside the results")
+    parser.add_argument("--out", type=Path, help="default: next to the results")
     options = parser.parse_args(arguments)
     out = options.out or options.results.with_suffix(".png")
     draw(json.loads(options.results.read_text()), out)
-    print(f"drawn to {out.name}")
+    print(f"plot saved to {out.name}")
 
 
 if __name__ == "__main__":

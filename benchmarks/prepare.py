@@ -1,12 +1,11 @@
-"""What `tokenformer prepare` costs over the disk and over the tokenizer that it cannot do without.
+"""`tokenformer prepare`, relative to copying its output and to the bare tokenizer.
 
-    python -m benchmarks.prepare
+    python -m benchmarks.prepare --data DIR    # with text/enwik8.gz, tokenizer/20B_tokenizer.json
 
-Bytes: enwik8 unpacked to shards of uint16, against copying it and against copying the shards, which
-are twice as long; all of it brought to the disk. Tokenizer: GPT-NeoX-20B on the pages of enwik8 as
-jsonl, processes started and shards written included, against the `tokenizers` library's bare
-`encode_batch` on the same texts in memory with as many threads. Interleaved rounds, medians,
-ratios. Needs text/enwik8.gz and tokenizer/20B_tokenizer.json under TOKENFORMER_DATA.
+Bytes: enwik8 to uint16 shards, against copying the text and copying the shards, which are twice as
+long; all synced to disk. Tokenizer: GPT-NeoX-20B on the pages of enwik8 as jsonl, including process
+start-up and writing shards, against `encode_batch` of the `tokenizers` library on the same texts in
+memory with as many threads.
 """
 
 import gzip
@@ -22,15 +21,21 @@ from pathlib import Path
 import psutil
 from tokenizers import Tokenizer
 
-from benchmarks.measuring import interleaved, number, parser, progress, ratio, run, with_spread
+from benchmarks.harness import (
+    make_parser,
+    number,
+    progress,
+    ratio,
+    run,
+    time_interleaved,
+    with_spread,
+)
 from benchmarks.results import Row
 from tokenformer.data.preparation import Request, prepare
 
-ROOT = Path(__file__).parent.parent
-DATA = Path(os.environ.get("TOKENFORMER_DATA", ROOT.parent / "shared" / "data"))
-BATCH = 256  # texts; a corpus in one batch would fill the memory with offsets
+BATCH = 256  # texts; in one batch, the offsets of a whole corpus would fill the memory
 COLUMNS = {
-    "time of the limit's": with_spread("times_limit"),
+    "time / limit": with_spread("times_limit"),
     "seconds": number("seconds"),
     "MB/s": number("mb_per_second", ".1f"),
     "peak, MB": number("peak_bytes", ",.0f", unit=1e6),
@@ -45,19 +50,19 @@ def copy(source: Path, target: Path) -> None:
         os.fsync(write.fileno())
 
 
-def compared_with(limit: str, case: str, taken: dict[str, list[float]], size: int) -> Iterator[Row]:
-    """The seconds of each, also of the limit, against the limit's."""
-    for name, seconds in taken.items():
-        times, spread = ratio(seconds, taken[limit])
+def relative_to(limit: str, case: str, times: dict[str, list[float]], size: int) -> Iterator[Row]:
+    """Yield a row per function, the limit included."""
+    for name, seconds in times.items():
+        share, spread = ratio(seconds, times[limit])
         median = statistics.median(seconds)
         row = {"case": case, "name": name, "limit": limit, "seconds": median}
-        row |= {"times_limit": times, "times_limit_spread": spread}
+        row |= {"times_limit": share, "times_limit_spread": spread}
         yield row | {"mb_per_second": size / median / 1e6}
 
 
-def bytes_against_the_disk(work: Path, rounds: int) -> Iterator[Row]:
+def byte_tokenizer_rows(data: Path, work: Path, rounds: int) -> Iterator[Row]:
     raw, out = work / "enwik8", work / "bytes"
-    raw.write_bytes(gzip.decompress((DATA / "text/enwik8.gz").read_bytes()))
+    raw.write_bytes(gzip.decompress((data / "text/enwik8.gz").read_bytes()))
     request = Request(corpus=str(raw))
 
     def run() -> None:
@@ -74,31 +79,31 @@ def bytes_against_the_disk(work: Path, rounds: int) -> Iterator[Row]:
         "copy of the shards": copy_shards,
         "prepare, bytes": run,
     }
-    taken = interleaved(functions, rounds, before=os.sync)  # others' writes are not its cost
-    yield from compared_with("copy of the shards", "enwik8, byte level", taken, 100_000_000)
+    times = time_interleaved(functions, rounds, before=os.sync)  # finish earlier writes first
+    yield from relative_to("copy of the shards", "enwik8, byte level", times, 100_000_000)
 
 
-def tokenizer_against_the_library(
-    work: Path, rounds: int, megabytes: int, workers: int
+def bpe_tokenizer_rows(
+    data: Path, work: Path, rounds: int, megabytes: int, workers: int
 ) -> Iterator[Row]:
-    with gzip.open(DATA / "text/enwik8.gz") as file:
+    with gzip.open(data / "text/enwik8.gz") as file:
         text = file.read(megabytes * 1_000_000).decode(errors="replace")
     pages = [f"<page>{page}" for page in text.split("<page>")]
     rows = work / "pages.jsonl"
     rows.write_text("".join(json.dumps({"text": page}) + "\n" for page in pages))
     size = sum(len(page.encode()) for page in pages)
-    tokenizer_file, out = DATA / "tokenizer/20B_tokenizer.json", work / "tokens"
+    tokenizer_file, out = data / "tokenizer/20B_tokenizer.json", work / "tokens"
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     request = Request(corpus=str(rows), tokenizer=str(tokenizer_file))
     peaks = []
 
-    def watch(_: object) -> None:
+    def record_memory(_: object) -> None:
         processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
         peaks.append(sum(process.memory_info().rss for process in processes))
 
     def run() -> None:
         shutil.rmtree(out, ignore_errors=True)
-        prepare(request, out, workers=workers, on_standing=watch)
+        prepare(request, out, workers=workers, on_standing=record_memory)
 
     def library(encode: Callable[..., object]) -> Callable[[], None]:
         def encode_all() -> None:
@@ -112,30 +117,31 @@ def tokenizer_against_the_library(
         "encode_batch_fast": library(tokenizer.encode_batch_fast),
         "prepare, 20B tokenizer": run,
     }
-    taken = interleaved(functions, rounds, before=os.sync)
+    times = time_interleaved(functions, rounds, before=os.sync)
     case = f"{len(pages):,} pages, {size / 1e6:.0f} MB"
-    for row in compared_with("encode_batch", case, taken, size):
-        watched = {"peak_bytes": max(peaks)} if row["name"].startswith("prepare") else {}
-        yield row | {"workers": workers} | watched
+    for row in relative_to("encode_batch", case, times, size):
+        memory = {"peak_bytes": max(peaks)} if row["name"].startswith("prepare") else {}
+        yield row | {"workers": workers} | memory
 
 
 def measure(options: Namespace) -> Iterator[Row]:
     os.environ["RAYON_NUM_THREADS"] = str(options.workers)
     rounds = options.rounds or 5
     with tempfile.TemporaryDirectory() as folder:
-        progress("prepare by bytes")
-        yield from bytes_against_the_disk(Path(folder), rounds)
-        progress("prepare with a tokenizer")
-        yield from tokenizer_against_the_library(
-            Path(folder), rounds, options.megabytes, options.workers
+        progress("prepare with the byte tokenizer")
+        yield from byte_tokenizer_rows(options.data, Path(folder), rounds)
+        progress("prepare with the GPT-NeoX tokenizer")
+        yield from bpe_tokenizer_rows(
+            options.data, Path(folder), rounds, options.megabytes, options.workers
         )
 
 
 def main(arguments: list[str] | None = None) -> None:
-    made = parser(__doc__)
-    made.add_argument("--megabytes", type=int, default=32, help="of text for the tokenizer")
-    made.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    run("prepare", measure, COLUMNS, made.parse_args(arguments))
+    parser = make_parser(__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder with enwik8 and tokenizer")
+    parser.add_argument("--megabytes", type=int, default=32, help="text for the GPT-NeoX tokenizer")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    run("prepare", measure, COLUMNS, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
-"""What pruning, joining and cutting cost in bits per byte: a byte model of two layers, in minutes.
+"""Held-out bits per byte after pruning, merging and taking a prefix of a small byte-level model.
 
     python -m benchmarks.prune_and_merge prune
     python -m benchmarks.prune_and_merge merge --enwik8 enwik8.gz
     python -m benchmarks.prune_and_merge prefix
 
-`prune` trains a model of 0.6M parameters on Python's standard library and drops more and more of
-its tokens, with and without correction of the scale and refit of the values, chosen by contribution
-or by lot. `merge` trains an ancestor on Python and Wikipedia, grows it by zero keys, fine-tunes one
-copy on each (the new tokens alone, or all), and joins them. `prefix` trains one model with nested
-dropout over its tokens and cuts it, beside a model for each size. Figures are of text that no model
-has seen.
+`prune` trains a model of 0.6M parameters on Python's standard library and drops tokens, chosen by
+contribution or at random, with and without correcting the scale and refitting the values. `merge`
+trains an ancestor on Python and Wikipedia, grows it by zero keys, fine-tunes one copy on each of
+them (new tokens only, or all tokens) and merges both. `prefix` trains a model with nested dropout
+and takes prefixes of it, against a model trained at each size.
 """
 
 import argparse
@@ -29,7 +28,7 @@ from tokenformer.data.batches import fixed_batches
 from tokenformer.data.byte_tokenizer import VOCAB_SIZE
 from tokenformer.data.standard_library import standard_library
 from tokenformer.data.token_ids import TokenIds
-from tokenformer.growth.tokens.prune import best, keep_tokens
+from tokenformer.growth.tokens.prune import keep_tokens, rows_to_keep
 from tokenformer.growth.tokens.token_set import token_layers
 from tokenformer.growth.tokens.token_usage import token_statistics
 from tokenformer.train.loop import Loop, train
@@ -40,9 +39,9 @@ LENGTH = 128
 CORPUS = 2_000_000
 HELD_OUT = 200_000
 PIECE = 10_000
-KEPT = (1.0, 0.9, 0.75, 0.5, 0.25)
+KEEP_SHARES = (1.0, 0.9, 0.75, 0.5, 0.25)
 TRAINED_SHARES = (0.25, 0.5, 0.75, 1.0)
-CUT_SHARES = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125)
+PREFIX_SHARES = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125)
 
 
 def small_model(share: float = 1.0) -> Any:
@@ -62,7 +61,7 @@ def small_model(share: float = 1.0) -> Any:
     return tokenformer.TokenformerForCausalLM(config)
 
 
-def learn(
+def train_model(
     model: Any,
     tokens: TokenIds,
     steps: int,
@@ -88,7 +87,7 @@ def windows(tokens: TokenIds, count: int) -> Tensor:
 
 @torch.no_grad()
 def bits_per_byte(logits: Any, held_out: Tensor) -> float:
-    """`logits` maps ids to logits: a model's, or a mixture of two."""
+    """Return the held-out loss of `logits`, a function from ids to logits."""
     losses = [
         F.cross_entropy(logits(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).item()
         for batch in held_out.split(32)
@@ -96,12 +95,12 @@ def bits_per_byte(logits: Any, held_out: Tensor) -> float:
     return sum(losses) / len(losses) / math.log(2)
 
 
-def of(model: Any) -> Any:
+def logits_of(model: Any) -> Any:
     return lambda ids: model(input_ids=ids, use_cache=False).logits
 
 
-def mean_of(a: Any, b: Any) -> Any:
-    return lambda ids: (of(a)(ids) + of(b)(ids)) / 2
+def mean_logits(a: Any, b: Any) -> Any:
+    return lambda ids: (logits_of(a)(ids) + logits_of(b)(ids)) / 2
 
 
 def prune_curve(steps: int) -> None:
@@ -109,42 +108,48 @@ def prune_curve(steps: int) -> None:
     torch.manual_seed(0)
     model = small_model()
     start = time.perf_counter()
-    learn(model, tokens, steps, 1.5e-3)
+    train_model(model, tokens, steps, 1.5e-3)
     seconds = time.perf_counter() - start
     held_out = windows(unseen, 256)
     batches = windows(tokens, 128)[:, :-1].split(8)
-    print(f"{steps} steps in {seconds:.0f} s: {bits_per_byte(of(model), held_out):.3f}")
+    print(f"{steps} steps in {seconds:.0f} s: {bits_per_byte(logits_of(model), held_out):.3f}")
     statistics = token_statistics(model, batches)
-    shares = {name: found.share for name, found in statistics.items()}
-    columns = ("scale kept", "scale measured", "and refitted", "by lot", "by lot, refitted")
+    shares = {name: layer.share for name, layer in statistics.items()}
+    columns = (
+        "scale frozen",
+        "scale measured",
+        "+ values refitted",
+        "random tokens",
+        "random, refitted",
+    )
     print(f"| keep | parameters | {' | '.join(columns)} |\n{'|---' * 7}|")
-    for keep in KEPT:
+    for keep in KEEP_SHARES:
         frozen, _ = tokenformer.prune(model, batches, keep=keep, scale="frozen", refit=False)
         measured, _ = tokenformer.prune(model, batches, keep=keep, refit=False)
         refitted, _ = tokenformer.prune(model, batches, keep=keep)
-        lot = {
-            name: best(
+        random_choice = {
+            name: rows_to_keep(
                 refitted.get_submodule(name).num_tokens,
                 torch.zeros(module.num_tokens, dtype=torch.bool),
                 torch.rand(module.num_tokens).double(),
             )
             for name, (_, module) in token_layers(model).items()
         }
-        drawn, _ = keep_tokens(model, lot, shares)
-        drawn_refitted, _ = keep_tokens(model, lot, shares, list(batches))
-        found = (frozen, measured, refitted, drawn, drawn_refitted)
-        cells = [f"{bits_per_byte(of(each), held_out):.3f}" for each in found]
+        randomly, _ = keep_tokens(model, random_choice, shares)
+        randomly_refitted, _ = keep_tokens(model, random_choice, shares, list(batches))
+        models = (frozen, measured, refitted, randomly, randomly_refitted)
+        cells = [f"{bits_per_byte(logits_of(each), held_out):.3f}" for each in models]
         print(f"| {keep:g} | {refitted.num_parameters():,} | {' | '.join(cells)} |", flush=True)
 
 
-def train_new_tokens_alone(model: Any, old: Any) -> None:
+def freeze_old_tokens(model: Any, old: Any) -> None:
     for name, parameter in model.named_parameters():
         if not name.endswith("_tokens"):
             parameter.requires_grad_(False)
             continue
-        fresh = torch.zeros(len(parameter), 1)
-        fresh[len(old.get_parameter(name)) :] = 1
-        parameter.register_hook(lambda gradient, fresh=fresh: gradient * fresh)
+        is_new = torch.zeros(len(parameter), 1)
+        is_new[len(old.get_parameter(name)) :] = 1
+        parameter.register_hook(lambda gradient, is_new=is_new: gradient * is_new)
 
 
 def average_weights(a: Any, b: Any) -> nn.Module:
@@ -165,37 +170,37 @@ def merge_table(enwik8: Path, steps: int) -> None:
     held_out = windows(wiki_unseen, 256), windows(python_unseen, 256)
     torch.manual_seed(0)
     ancestor = small_model()
-    learn(ancestor, np.concatenate(pieces), 2 * steps, 1.5e-3)
+    train_model(ancestor, np.concatenate(pieces), 2 * steps, 1.5e-3)
 
     def line(name: str, logits: Any, size: int | str) -> None:
         wiki_bits, python_bits = (bits_per_byte(logits, each) for each in held_out)
         print(f"| {name} | {size} | {wiki_bits:.3f} | {python_bits:.3f} |", flush=True)
 
     print("| model | ffn tokens | Wikipedia | Python |\n|---|---|---|---|")
-    line("ancestor", of(ancestor), 512)
+    line("ancestor", logits_of(ancestor), 512)
     sizes = {"qkv_tokens": 160, "output_tokens": 160, "ffn_tokens": 640}
-    for trained in ("new tokens", "all"):
+    for trained in ("new tokens only", "all tokens"):
         tuned = []
         for seed, corpus in enumerate((wiki, python)):
             model, _ = tokenformer.grow(ancestor, **sizes, init="zero", seed=seed)
-            if trained == "new tokens":
-                train_new_tokens_alone(model, ancestor)
-                learn(model, corpus, steps, 1.5e-3, decay=0.0)
+            if trained == "new tokens only":
+                freeze_old_tokens(model, ancestor)
+                train_model(model, corpus, steps, 1.5e-3, decay=0.0)
             else:
-                learn(model, corpus, steps, 5e-4)
+                train_model(model, corpus, steps, 5e-4)
             tuned.append(model.eval())
         a, b = tuned
-        line(f"a: {trained} trained on Wikipedia", of(a), 640)
-        line(f"b: {trained} trained on Python", of(b), 640)
-        joined, _ = tokenformer.merge(a, b)
-        line("merge(a, b)", of(joined), joined.config.ffn_tokens)
-        total, _ = tokenformer.merge(a, b, own="sum")
-        line('merge(a, b, own="sum")', of(total), total.config.ffn_tokens)
+        line(f"a: {trained}, trained on Wikipedia", logits_of(a), 640)
+        line(f"b: {trained}, trained on Python", logits_of(b), 640)
+        merged, _ = tokenformer.merge(a, b)
+        line("merge(a, b)", logits_of(merged), merged.config.ffn_tokens)
+        summed, _ = tokenformer.merge(a, b, own="sum")
+        line('merge(a, b, own="sum")', logits_of(summed), summed.config.ffn_tokens)
         batches = torch.cat([windows(corpus, 64)[:, :-1] for corpus in (wiki, python)]).split(8)
-        pruned, _ = tokenformer.prune(joined, batches, **sizes)
-        line("merge(a, b), pruned on both texts", of(pruned), 640)
-        line("mean of the logits of a and b", mean_of(a, b), "2 x 640")
-        line("mean of the weights of a and b", of(average_weights(a, b)), 640)
+        pruned, _ = tokenformer.prune(merged, batches, **sizes)
+        line("merge(a, b), pruned on both corpora", logits_of(pruned), 640)
+        line("mean of the logits of a and b", mean_logits(a, b), "2 x 640")
+        line("mean of the weights of a and b", logits_of(average_weights(a, b)), 640)
 
 
 def prefix_curve(steps: int) -> None:
@@ -205,33 +210,33 @@ def prefix_curve(steps: int) -> None:
     def trained(share: float = 1.0, nested: list[float] | None = None) -> Any:
         torch.manual_seed(0)
         model = small_model(share)
-        learn(model, tokens, steps, 1.5e-3, nested=nested)
+        train_model(model, tokens, steps, 1.5e-3, nested=nested)
         return model.eval()
 
     ordinary, nested = trained(), trained(nested=list(TRAINED_SHARES))
     batches = windows(tokens, 128)[:, :-1].split(8)
     columns = ("nested dropout", "ordinary training", "ordinary, pruned", "trained at that size")
     print(f"| share | parameters | {' | '.join(columns)} |\n{'|---' * 6}|")
-    for share in CUT_SHARES:
-        cut = [tokenformer.take_prefix(model, share)[0] for model in (nested, ordinary)]
-        cut.append(tokenformer.prune(ordinary, batches, keep=share)[0])
+    for share in PREFIX_SHARES:
+        models = [tokenformer.take_prefix(model, share)[0] for model in (nested, ordinary)]
+        models.append(tokenformer.prune(ordinary, batches, keep=share)[0])
         if share in TRAINED_SHARES:
-            cut.append(ordinary if share == 1 else trained(share))
-        cells = [f"{bits_per_byte(of(model), held_out):.3f}" for model in cut]
+            models.append(ordinary if share == 1 else trained(share))
+        cells = [f"{bits_per_byte(logits_of(model), held_out):.3f}" for model in models]
         cells += [""] * (len(columns) - len(cells))
-        print(f"| {share:g} | {cut[0].num_parameters():,} | {' | '.join(cells)} |", flush=True)
+        print(f"| {share:g} | {models[0].num_parameters():,} | {' | '.join(cells)} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=["prune", "merge", "prefix"])
+    parser.add_argument("experiment", choices=["prune", "merge", "prefix"])
     parser.add_argument("--enwik8", type=Path, default=Path("enwik8.gz"))
     parser.add_argument("--steps", type=int)
     options = parser.parse_args()
     start = time.perf_counter()
-    if options.what == "prune":
+    if options.experiment == "prune":
         prune_curve(options.steps or 1000)
-    elif options.what == "prefix":
+    elif options.experiment == "prefix":
         prefix_curve(options.steps or 1000)
     else:
         merge_table(options.enwik8, options.steps or 200)

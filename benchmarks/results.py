@@ -1,8 +1,9 @@
-"""The results file: one for each machine and version, a section for each benchmark.
+"""Results files: one per machine and version, with a section per benchmark.
 
     benchmarks/results/amd-epyc-2t-torch2.13.0-tokenformer0.1.0.json
 
-holds the facts of the machine and, by benchmark, when and at which commit it ran and its rows.
+A section holds the rows of a benchmark, the date and the commit; the file also describes the
+machine.
 """
 
 import datetime
@@ -20,7 +21,7 @@ FOLDER = Path(__file__).parent / "results"
 
 
 def machine() -> Row:
-    """What figures depend on; nothing that names the machine or its owner."""
+    """Describe the machine and library versions, without a host name or path."""
     import torch
 
     import tokenformer
@@ -40,8 +41,8 @@ def machine() -> Row:
 def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def memory_bytes() -> int:
@@ -56,35 +57,35 @@ def results_path() -> Path:
     return FOLDER / name
 
 
-def keep(path: Path, name: str, section: Row) -> None:
-    """Write one section; the others stay. A reader sees the old file or the new one, whole."""
-    found = json.loads(path.read_text()) if path.exists() else {}
-    when = {
+def write_section(path: Path, name: str, section: Row) -> None:
+    """Replace one section of the file and keep the others. The write is atomic."""
+    results = json.loads(path.read_text()) if path.exists() else {}
+    origin = {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "commit": commit(),
     }
-    found |= {"machine": machine(), name: {**when, **section}}
+    results |= {"machine": machine(), name: {**origin, **section}}
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".part")
-    beside.write_text(json.dumps(rounded(found), indent=1) + "\n")
-    beside.replace(path)
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(round_floats(results), indent=1) + "\n")
+    partial.replace(path)
 
 
-def rounded(found: Any) -> Any:
-    """With as many digits as a timing can have."""
-    if isinstance(found, dict):
-        return {key: rounded(value) for key, value in found.items()}
-    if isinstance(found, list):
-        return [rounded(value) for value in found]
-    return float(f"{found:.5g}") if isinstance(found, float) else found
+def round_floats(value: Any) -> Any:
+    """Round every float to five digits."""
+    if isinstance(value, dict):
+        return {key: round_floats(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [round_floats(item) for item in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def commit() -> str | None:
-    """Of the sources, where they are a clone; with a mark where they differ from it."""
-    words = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+    """Return the commit of a clone, marked `-dirty` if files differ, or None outside a clone."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
     try:
         done = subprocess.run(
-            words, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         return None

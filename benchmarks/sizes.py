@@ -1,4 +1,4 @@
-"""The published sizes, and two tiny ones with which a benchmark is tried out in seconds."""
+"""The published sizes, and two tiny ones for tests."""
 
 from typing import Any
 
@@ -15,16 +15,16 @@ TINY: dict[str, dict[str, dict[str, int]]] = {
         "tiny-grown": {"hidden_size": 48, "intermediate_size": 192},
     },
 }
-HEAD = 8
+HEAD_DIM = 8
 
 
 def config_of(family: str, size: str) -> Any:
-    """`family` is Tokenformer or Transformer."""
-    made = getattr(tokenformer, f"{family}Config")
+    """Return the configuration of a size; `family` is Tokenformer or Transformer."""
+    config_class = getattr(tokenformer, f"{family}Config")
     if size not in TINY[family]:
-        return made.from_preset(size)
+        return config_class.from_preset(size)
     shape = TINY[family][size]
-    return made(**SHARED, **shape, num_attention_heads=shape["hidden_size"] // HEAD)
+    return config_class(**SHARED, **shape, num_attention_heads=shape["hidden_size"] // HEAD_DIM)
 
 
 def model_class(family: str) -> Any:

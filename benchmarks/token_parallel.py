@@ -1,14 +1,14 @@
-"""Two ways to know the norms of l2_gelu where the tokens are spread over two processes.
+"""Two ways to compute the norms of l2_gelu when tokens are sharded over two processes.
 
     python -m benchmarks.token_parallel
     python -m benchmarks.token_parallel --shapes 4096x768x2304
 
-One layer, forward and backward, on two processes with a thread each, over gloo. `rows` is what the
-package does: they exchange the norms, one number a row, and in the backward pass one number more.
-`gram` sums G = K^T K, [d, d], over both, once a step, and has the norms from x^T G x; in the
-backward pass the number more then follows from the sum of the gradients of the rows, which is
-exchanged anyway. `gram kept` finds G ready, as all micro-batches of a step but the first would.
-The limit is half of the tokens by `direct` on each, with nothing exchanged.
+One layer, forward and backward, on two processes with one thread each, over gloo. `rows` is what
+the package does: exchange the norms, one number per row, and another number per row in the backward
+pass. `gram` sums G = K^T K [d, d] over both processes once per step and computes the norms as
+x^T G x; the number of the backward pass then follows from the summed input gradients, which are
+exchanged anyway. `gram reused` has G from an earlier micro-batch of the step. The limit runs half
+of the tokens on each process with `direct` and exchanges nothing.
 """
 
 import os
@@ -21,7 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
-from benchmarks.measuring import compared, interleaved, number, parser, progress, run, with_spread
+from benchmarks.harness import (
+    compare,
+    make_parser,
+    number,
+    progress,
+    run,
+    time_interleaved,
+    with_spread,
+)
 from benchmarks.results import Row
 from tokenformer.ops import pattention
 from tokenformer.ops.backends.derivatives import DERIVATIVES, BackwardBlock, cached_rows
@@ -31,14 +39,14 @@ from tokenformer.ops.theta import ThetaOptions
 SHAPES = ["1024x768x576", "1024x768x2304", "4096x768x2304", "4096x768x6144", "4096x128x512"]
 COLUMNS = {
     "ms": number("seconds", ",.0f", unit=1e-3),
-    "of the limit's speed": with_spread("share"),
-    "times as fast as rows": with_spread("times_rows"),
+    "share of limit": with_spread("share"),
+    "x rows": with_spread("times_rows"),
     "kB exchanged for norms": number("bytes", ",.0f", unit=1e3),
 }
 
 
 class Gram(torch.autograd.Function):
-    """`sharded_pattention` with the Gram matrix of all keys given; its passes are the same."""
+    """`sharded_pattention` with the Gram matrix of all keys as an argument."""
 
     @staticmethod
     def forward(
@@ -67,13 +75,13 @@ class Gram(torch.autograd.Function):
                 BackwardBlock(scores[few], dinner[few], weights[few], scratch, (factor[few],))
             )
         dy = dinner @ keys
-        summing = dist.all_reduce(dy, async_op=True)
+        reduction = dist.all_reduce(dy, async_op=True)
         dvalues = weights.T @ grad
         dkeys = dinner.T @ (factor * x)
-        summing.wait()
-        bend = -torch.linalg.vecdot(x, dy).unsqueeze(1) * factor / squares  # 2 c
-        dkeys.addmm_(keys, x.T @ (bend * x))
-        return factor * dy + bend * slope, dkeys, dvalues, None, None
+        reduction.wait()
+        twice_c = -torch.linalg.vecdot(x, dy).unsqueeze(1) * factor / squares
+        dkeys.addmm_(keys, x.T @ (twice_c * x))
+        return factor * dy + twice_c * slope, dkeys, dvalues, None, None
 
 
 def measure(options: Namespace) -> Iterator[Row]:
@@ -82,46 +90,46 @@ def measure(options: Namespace) -> Iterator[Row]:
         rows, d, n = map(int, shape.split("x"))
         queue = multiprocessing.get_context("spawn").SimpleQueue()
         arguments = (free_port(), rows, d, n, options.rounds or 9, queue)
-        multiprocessing.spawn(take_turns, arguments, nprocs=2)
-        sizes = {"rows": 2 * 4 * rows, "gram": 4 * d * d, "gram kept": 0}
-        for name, row in compared(queue.get(), "nothing", against=("rows",)).items():
+        multiprocessing.spawn(time_variants, arguments, nprocs=2)
+        sizes = {"rows": 2 * 4 * rows, "gram": 4 * d * d, "gram reused": 0}
+        for name, row in compare(queue.get(), "no exchange", against=("rows",)).items():
             yield {"case": shape, **row, "bytes": sizes[name]}
 
 
-def take_turns(rank: int, port: int, rows: int, d: int, n: int, rounds: int, queue: Any) -> None:
-    """In each of the processes; the first tells its times."""
+def time_variants(rank: int, port: int, rows: int, d: int, n: int, rounds: int, queue: Any) -> None:
+    """Runs in both processes; rank 0 returns its times."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     torch.manual_seed(0)
     x, grad = torch.randn(rows, d, requires_grad=True), torch.randn(rows, d)
-    mine = [torch.randn(n, d).chunk(2)[rank].clone().requires_grad_() for _ in range(2)]
-    kept = gram_of(mine[0])
+    local = [torch.randn(n, d).chunk(2)[rank].clone().requires_grad_() for _ in range(2)]
+    reused = gram_of(local[0])
 
     def by_rows() -> tuple[Tensor, ...]:
-        out = sharded_pattention(x, *mine, dist.group.WORLD, scale_tokens=float(n))
-        return torch.autograd.grad(out, [x, *mine], grad)
+        out = sharded_pattention(x, *local, dist.group.WORLD, scale_tokens=float(n))
+        return torch.autograd.grad(out, [x, *local], grad)
 
     def by_gram(gram: Tensor | None = None) -> tuple[Tensor, ...]:
-        out = Gram.apply(x, *mine, gram_of(mine[0]) if gram is None else gram, float(n))
-        return torch.autograd.grad(out, [x, *mine], grad)
+        out = Gram.apply(x, *local, gram_of(local[0]) if gram is None else gram, float(n))
+        return torch.autograd.grad(out, [x, *local], grad)
 
-    def nothing() -> None:
-        out = pattention(x, *mine, scale_tokens=float(n), backend="direct")
-        torch.autograd.grad(out, [x, *mine], grad)
-        dist.barrier()  # as the others, it takes as long as the slower of both
+    def no_exchange() -> None:
+        out = pattention(x, *local, scale_tokens=float(n), backend="direct")
+        torch.autograd.grad(out, [x, *local], grad)
+        dist.barrier()  # like the others, as slow as the slower process
 
-    for ours, theirs in zip(by_rows(), by_gram(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    for expected, computed in zip(by_rows(), by_gram(), strict=True):
+        torch.testing.assert_close(expected, computed, rtol=1e-3, atol=1e-3)
     functions = {
         "rows": by_rows,
         "gram": by_gram,
-        "gram kept": lambda: by_gram(kept),
-        "nothing": nothing,
+        "gram reused": lambda: by_gram(reused),
+        "no exchange": no_exchange,
     }
-    taken = interleaved(functions, rounds)
+    times = time_interleaved(functions, rounds)
     if rank == 0:
-        queue.put(taken)
+        queue.put(times)
     dist.destroy_process_group()
 
 
@@ -138,9 +146,9 @@ def free_port() -> int:
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("--shapes", nargs="+", default=SHAPES, help="rows x channels x tokens")
-    run("token_parallel", measure, COLUMNS, made.parse_args())
+    parser = make_parser(__doc__)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="rows x channels x tokens")
+    run("token_parallel", measure, COLUMNS, parser.parse_args())
 
 
 if __name__ == "__main__":

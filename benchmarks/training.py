@@ -1,14 +1,13 @@
-"""A step of training and a prefill: TokenFormer beside transformers' GPT-NeoX of equal size, and
-its layers beside torch's `nn.TransformerEncoder`.
+"""Training step and prefill against GPT-NeoX of equal size; layers against torch's encoder.
 
     python -m benchmarks.training                     # 124m shapes, fewer layers
     python -m benchmarks.training --layers 12 --lengths 1024 --what "training step"
 
-Forward and backward of the same batch by ours with `auto`, by ours with every Pattention by the
-released formula, and by the peer with as many parameters (its feed-forward network is widened or
-narrowed until they agree). Lengths share one number of tokens, so what grows with the length is
-attention; token counts are those of the feed-forward layer. The share of the matrix products' speed
-counts the model's useful FLOPs alone, against square products measured in the same rounds.
+Each row runs the same batch through our model with `auto`, our model with the released formula, or
+the peer: transformers' GPT-NeoX or torch's `nn.TransformerEncoder`, with an MLP width that gives
+as many parameters. All lengths have the same number of tokens per batch, so only the cost of
+attention grows with length. Token counts are those of the feed-forward layer. The share counts the
+model's useful FLOPs, relative to square matrix products measured in the same rounds.
 """
 
 import statistics
@@ -19,23 +18,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.formula import by_formula
-from benchmarks.measuring import compared, interleaved, number, parser, progress, run, with_spread
+from benchmarks.baselines import use_released_formula
+from benchmarks.harness import (
+    compare,
+    make_parser,
+    number,
+    progress,
+    run,
+    time_interleaved,
+    with_spread,
+)
 from benchmarks.results import Row
 from tokenformer import TokenformerConfig, TokenformerEncoderLayer, TokenformerForCausalLM
 from tokenformer.models.accounting import forward_flops
 
 COLUMNS = {
-    "of the products' speed": with_spread("share"),
-    "times released": with_spread("times_released"),
-    "times the peer": with_spread("times_peer"),
+    "share of matmul speed": with_spread("share"),
+    "x released": with_spread("times_released"),
+    "x peer": with_spread("times_peer"),
     "ms per 1,000 tokens": number("seconds_per_token", ".1f", unit=1e-6),
     "parameters": number("parameters", ","),
 }
 
 
 def ours(backend: str, options: Namespace) -> Any:
-    """`backend` may also be `released`: the formula as the authors' code has it."""
+    """Build our model; the backend `released` stands for the formula of the authors' code."""
     torch.manual_seed(0)
     config = TokenformerConfig(
         vocab_size=options.vocab,
@@ -52,7 +59,7 @@ def ours(backend: str, options: Namespace) -> Any:
 
 def with_backend(backend: str, model: Any) -> Any:
     if backend == "released":
-        return by_formula(model)
+        return use_released_formula(model)
     for module in model.modules():
         if hasattr(module, "backend"):
             module.backend = backend
@@ -60,7 +67,7 @@ def with_backend(backend: str, model: Any) -> Any:
 
 
 def neox(parameters: int, options: Namespace) -> Any:
-    """As many parameters as ours, embeddings tied as ours are."""
+    """Build a GPT-NeoX with tied embeddings and about this many parameters."""
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     def build(intermediate: int) -> Any:
@@ -93,12 +100,12 @@ def our_encoder(backend: str, options: Namespace) -> nn.Module:
         output_tokens=attention_tokens,
         batch_first=True,
     )
-    stack: Any = nn.TransformerEncoder  # typed for torch's own layers alone
+    stack: Any = nn.TransformerEncoder  # its annotations accept only torch's own layers
     return with_backend(backend, stack(layer, options.layers, enable_nested_tensor=False))
 
 
 def torch_encoder(parameters: int, options: Namespace) -> nn.Module:
-    """torch's own, pre-norm and without biases, as ours, and of equal size."""
+    """Build torch's encoder, pre-norm and without biases, with about this many parameters."""
     width = options.width
     spare = parameters // options.layers - 4 * width * width - 2 * width  # attention and two norms
     layer = nn.TransformerEncoderLayer(
@@ -143,8 +150,7 @@ def encoder_step(model: nn.Module, x: Tensor) -> Callable[[], None]:
 
 
 def measure_case(what: str, options: Namespace) -> list[Row]:
-    """One shape: `options` with a length, a batch and a number of feed-forward tokens."""
-    # The encoder has neither embedding nor head.
+    """Measure one combination of length, batch size and feed-forward tokens."""
     make = our_encoder if what == "encoder step" else ours
     models = {"auto": make("auto", options), "released": make("released", options)}
     size = size_of(models["auto"])
@@ -160,30 +166,29 @@ def measure_case(what: str, options: Namespace) -> list[Row]:
     square = torch.randn(options.square, options.square)
     square_flops = 2 * options.square**3
     functions = {name: bind(model, inputs) for name, model in models.items()}
-    taken = interleaved({"products": lambda: square @ square, **functions}, options.rounds)
+    times = time_interleaved({"products": lambda: square @ square, **functions}, options.rounds)
     flops = options.batch * useful_flops(what, options)
-    found = compared(taken, "products", work=flops / square_flops, against=("released", peer))
+    compared = compare(times, "products", work=flops / square_flops, against=("released", peer))
     rows = []
     for name, model in models.items():
-        row = found[name]
-        for end in ("", "_spread"):
-            row[f"times_peer{end}"] = row.pop(f"times_{peer}{end}")
+        row = compared[name]
+        for suffix in ("", "_spread"):
+            row[f"times_peer{suffix}"] = row.pop(f"times_{peer}{suffix}")
         case = f"{what}, {options.batch} x {options.length}, n {options.ffn_tokens}"
         row |= {"case": case, "what": what, "length": options.length, "n": options.ffn_tokens}
         row |= {"batch": options.batch, "peer": peer, "parameters": size_of(model)}
         row["seconds_per_token"] = row["seconds"] / (options.batch * options.length)
-        row["limit_gflops"] = square_flops / statistics.median(taken["products"]) / 1e9
+        row["limit_gflops"] = square_flops / statistics.median(times["products"]) / 1e9
         rows.append(row)
     return rows
 
 
 def useful_flops(what: str, options: Namespace) -> int:
-    """Of one sequence by our model; by the peer, of equal size, they are the same but for the
-    rounding of its width."""
+    """Return the FLOPs of one sequence. The peer has the same up to the rounding of its width."""
     with torch.device("meta"):
         config = ours("auto", options).config
     parts = forward_flops(config, options.length)
-    if what == "encoder step":
+    if what == "encoder step":  # it has no output head
         parts["head"] = 0
     return sum(parts.values()) * (1 if what == "prefill" else 3)
 
@@ -201,20 +206,22 @@ def measure(options: Namespace) -> Iterator[Row]:
             yield from measure_case(what, case)
 
 
-WHAT = ["training step", "prefill", "encoder step"]
+MEASUREMENTS = ["training step", "prefill", "encoder step"]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    made = parser(__doc__)
-    made.add_argument("--what", nargs="+", choices=WHAT, default=WHAT)
-    made.add_argument("--width", type=int, default=768)
-    made.add_argument("--layers", type=int, default=3)
-    made.add_argument("--lengths", type=int, nargs="+", help="the first also for all token counts")
-    made.add_argument("--ffn_tokens", type=int, nargs="+", help="the first also for all lengths")
-    made.add_argument("--tokens", type=int, default=1024, help="of a batch")
-    made.add_argument("--vocab", type=int, default=8192)
-    made.add_argument("--square", type=int, default=2048, help="side of the limit's products")
-    options = made.parse_args(arguments)
+    parser = make_parser(__doc__)
+    parser.add_argument("--what", nargs="+", choices=MEASUREMENTS, default=MEASUREMENTS)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", help="token counts are swept at the first"
+    )
+    parser.add_argument("--ffn_tokens", type=int, nargs="+", help="lengths are swept at the first")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens per batch")
+    parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--square", type=int, default=2048, help="matrix size of the limit")
+    options = parser.parse_args(arguments)
     width = options.width
     options.lengths = options.lengths or ([512, 256, 1024, 2048] if options.full else [512, 1024])
     more = [6 * width, 12 * width] if options.full else [6 * width]

@@ -1,4 +1,4 @@
-"""Every benchmark runs on tiny shapes and writes its section; timings themselves are not judged."""
+"""Every benchmark runs on tiny shapes and writes its section; timings are not checked."""
 
 import importlib
 import json
@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import plot, results
-from benchmarks.__main__ import LOT
-from benchmarks.measuring import compared, growth, interleaved, ratio
-from benchmarks.resident import PeakMemory, alone
+from benchmarks.__main__ import BENCHMARKS
+from benchmarks.harness import compare, ratio, scaling_exponents, time_interleaved
+from benchmarks.memory_usage import PeakMemory, in_new_process
 
 ROOT = Path(__file__).parent.parent.parent
 MODEL = "--width 64 --layers 1 --vocab 96"
@@ -45,16 +45,16 @@ def rows_of(name: str, out: Path) -> list[results.Row]:
     return json.loads(out.read_text())[name]["rows"]
 
 
-@pytest.mark.parametrize("name", LOT)
-def test_a_benchmark_measures_all_its_rivals(name, tmp_path, capsys):
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_benchmark_measures_every_implementation(name, tmp_path, capsys):
     out = tmp_path / "results.json"
     rows = rows_of(name, out)
     assert {row["name"] for row in rows} == NAMES[name]
     table = capsys.readouterr().out
     assert all(row["case"] in table for row in rows)
-    plain = [value for row in rows for value in row.values() if isinstance(value, float)]
-    assert plain
-    assert all(map(math.isfinite, plain))
+    floats = [value for row in rows for value in row.values() if isinstance(value, float)]
+    assert floats
+    assert all(map(math.isfinite, floats))
     if name in dict(plot.PANELS):
         plot.main([str(out)])
         assert out.with_suffix(".png").stat().st_size > 10_000
@@ -63,12 +63,12 @@ def test_a_benchmark_measures_all_its_rivals(name, tmp_path, capsys):
             plot.main([str(out)])
 
 
-def test_a_benchmark_is_a_command(tmp_path):
-    """As a command: `operator` is a benchmark and, beside it, the standard library's module."""
+def test_benchmark_runs_as_a_command(tmp_path):
+    """`benchmarks.operator` does not shadow the standard library's `operator`."""
     out = tmp_path / "results.json"
-    words = [sys.executable, "-m", "benchmarks.operator", "--json", "--rounds=1", f"--out={out}"]
+    command = [sys.executable, "-m", "benchmarks.operator", "--json", "--rounds=1", f"--out={out}"]
     done = subprocess.run(
-        [*words, "--shapes", "4x8x16"],
+        [*command, "--shapes", "4x8x16"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -79,57 +79,57 @@ def test_a_benchmark_is_a_command(tmp_path):
     assert printed["operator"]["rows"][0]["rows"] == 4
 
 
-def test_sections_share_a_file_and_name_no_host(tmp_path):
+def test_sections_share_a_file_without_host_name_or_path(tmp_path):
     out = tmp_path / "deep" / "results.json"
-    results.keep(out, "a", {"rows": [{"share": 1 / 3}]})
-    results.keep(out, "b", {"rows": []})
-    found = json.loads(out.read_text())
-    assert found.keys() == {"machine", "a", "b"}
-    assert found["a"]["rows"] == [{"share": 0.33333}]
+    results.write_section(out, "a", {"rows": [{"share": 1 / 3}]})
+    results.write_section(out, "b", {"rows": []})
+    written = json.loads(out.read_text())
+    assert written.keys() == {"machine", "a", "b"}
+    assert written["a"]["rows"] == [{"share": 0.33333}]
     assert not list(out.parent.glob("*.part"))
     assert platform.node() not in out.read_text()
     assert str(Path.home()) not in out.read_text()
     named = results.results_path().name
-    assert f"-{found['machine']['threads']}t-torch" in named
-    assert named.endswith(f"-tokenformer{found['machine']['tokenformer']}.json")
+    assert f"-{written['machine']['threads']}t-torch" in named
+    assert named.endswith(f"-tokenformer{written['machine']['tokenformer']}.json")
 
 
-def test_shares_are_medians_of_the_same_round():
-    taken = {"limit": [1.0, 2.0, 4.0], "ours": [2.0, 4.0, 4.0]}
-    assert ratio(taken["limit"], taken["ours"])[0] == 0.5
-    row = compared(taken, "limit", work=3, against=("ours",))["ours"]
+def test_ratios_are_medians_within_rounds():
+    times = {"limit": [1.0, 2.0, 4.0], "ours": [2.0, 4.0, 4.0]}
+    assert ratio(times["limit"], times["ours"])[0] == 0.5
+    row = compare(times, "limit", work=3, against=("ours",))["ours"]
     assert (row["share"], row["seconds"], row["times_ours"]) == (1.5, 4.0, 1.0)
     calls: list[str] = []
     functions = {name: lambda name=name: calls.append(name) for name in "ab"}
-    assert {name: len(times) for name, times in interleaved(functions, 2).items()} == {
+    assert {name: len(times) for name, times in time_interleaved(functions, 2).items()} == {
         "a": 2,
         "b": 2,
     }
     assert calls == ["a", "b"] * 3
 
 
-def test_growth_is_the_power_along_one_axis_alone():
+def test_scaling_exponents_are_fitted_along_one_axis():
     rows = [
         {"name": "x", "n": n, "rows": r, "seconds": 3 * n * r**2} for n in (2, 4, 8) for r in (1, 5)
     ]
-    found = growth(rows, ("n", "rows"), "seconds")
-    powers = {(line["over"], *line["fixed"].values()): line["power"] for line in found}
+    exponents = scaling_exponents(rows, ("n", "rows"), "seconds")
+    powers = {(line["over"], *line["fixed"].values()): line["power"] for line in exponents}
     assert powers == pytest.approx(
         {("n", 1): 1, ("n", 5): 1, ("rows", 2): 2, ("rows", 4): 2, ("rows", 8): 2}
     )
 
 
-def held_and_given_back() -> tuple[int, int]:
-    """A peak beyond memory that is held before it, less than the process has held before that."""
+def peak_of_32_mib() -> tuple[int, int]:
+    """Measure a peak after an earlier, larger one."""
     earlier = bytearray(b"x" * (96 << 20))
     del earlier
     with PeakMemory() as peak:
         block = bytearray(b"x" * (32 << 20))
         del block
-    return peak.bytes, peak.own_bytes
+    return peak.bytes, peak.anonymous_bytes
 
 
-def test_a_peak_is_that_of_what_was_measured():
-    peak, own = alone(held_and_given_back)
+def test_peak_memory_ignores_earlier_peaks():
+    peak, anonymous = in_new_process(peak_of_32_mib)
     assert 60 << 20 < peak < 80 << 20  # the block and the bytes it was made of
-    assert own <= peak
+    assert anonymous <= peak
