@@ -1,52 +1,23 @@
-"""A model that says one sentence, over and over, in characters of one to four bytes."""
+"""Small language models on disk."""
 
 from pathlib import Path
 
 import pytest
 
-SENTENCE = "Say 日本語, naïve — or 🙂!\n"
-
 
 @pytest.fixture(scope="session")
 def parrot(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import torch
+    """A TokenFormer that repeats one sentence."""
+    from tests.support.parrot import save_parrot
 
-    import tokenformer
-    from tokenformer.data.byte_tokenizer import END_OF_TEXT, VOCAB_SIZE, byte_tokenizer
-
-    torch.manual_seed(0)
-    config = tokenformer.TokenformerConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        qkv_tokens=32,
-        output_tokens=32,
-        ffn_tokens=64,
-        max_position_embeddings=128,
-        bos_token_id=END_OF_TEXT,
-        eos_token_id=END_OF_TEXT,
-        pad_token_id=END_OF_TEXT,
-    )
-    model = tokenformer.TokenformerForCausalLM(config)
-    text = torch.tensor([*(SENTENCE * 4).encode()])
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(200):
-        starts = torch.randint(len(text) - 64, (4,))
-        ids = torch.stack([text[start : start + 64] for start in starts])
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
     folder = tmp_path_factory.mktemp("parrot") / "model"
-    model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    save_parrot(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def neox(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of another library, with a chat template, that knows no bytes from 128 on."""
+    """A GPT-NeoX with a chat template and no embeddings for bytes from 128 on."""
     import torch
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 

@@ -1,4 +1,4 @@
-"""`tokenformer generate` on a model that speaks, and on another library's."""
+"""`tokenformer generate` with a trained TokenFormer and a GPT-NeoX."""
 
 import io
 import json
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.cli.conftest import SENTENCE
+from tests.support.parrot import SENTENCE
 from tokenformer.cli import VERBS, load, main
 from tokenformer.cli.parser import parse
 
@@ -122,14 +122,14 @@ def test_a_model_without_a_context_limit_is_given_the_whole_text(tmp_path, monke
 def test_every_window_begins_with_the_tokenizers_own_beginning():
     import torch
 
-    from tokenformer.serve.sliding_window import last_part
+    from tokenformer.serve.sliding_window import next_window
 
     ids, start = torch.arange(40)[None], torch.tensor([[0]])
-    assert last_part(ids, 99, 40, start).tolist() == [[0, *range(21, 40)]]
-    assert last_part(ids, 5, 40, start).tolist() == [[0, *range(6, 40)]], "room for five"
-    assert last_part(ids, 99, 41, start).tolist() == ids.tolist(), "room for one"
-    assert last_part(ids, 99, 1, start[:, :0]).tolist() == [[39]]
-    assert last_part(ids, 99, None, start) is ids
+    assert next_window(ids, 99, 40, start).tolist() == [[0, *range(21, 40)]]
+    assert next_window(ids, 5, 40, start).tolist() == [[0, *range(6, 40)]], "room for five"
+    assert next_window(ids, 99, 41, start).tolist() == ids.tolist(), "room for one"
+    assert next_window(ids, 99, 1, start[:, :0]).tolist() == [[39]]
+    assert next_window(ids, 99, None, start) is ids
 
 
 def test_temperature_0_is_greedy(parrot, monkeypatch):
@@ -219,7 +219,7 @@ def test_generation_settings_of_the_model_do_not_break_it(settings, parrot, monk
     assert "".join(generate(monkeypatch, folder, *arguments)) == "Say 日本語, naïve\n"
 
 
-def test_least_lengths_hold_for_the_whole_text(settings, monkeypatch):
+def test_minimum_lengths_hold_for_the_whole_text(settings, monkeypatch):
     end = ord("!")  # the parrot's sentence ends with it
     arguments = ["--prompt", "Say 日", "--greedy", "--max_new_tokens", 300, "--json"]
     sizes = {}
@@ -232,8 +232,8 @@ def test_least_lengths_hold_for_the_whole_text(settings, monkeypatch):
 
     from transformers import GenerationConfig
 
-    from tokenformer.serve.sliding_window import least_new_tokens
+    from tokenformer.serve.sliding_window import min_new_tokens
 
     model = SimpleNamespace(generation_config=GenerationConfig(min_length=9))
-    assert least_new_tokens(model, 4) == 5
-    assert least_new_tokens(model, 40) == 0
+    assert min_new_tokens(model, 4) == 5
+    assert min_new_tokens(model, 40) == 0

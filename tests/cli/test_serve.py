@@ -1,72 +1,20 @@
-"""`tokenformer serve` as a process, asked by the client that people use."""
+"""`tokenformer serve` as a process, with OpenAI's own client."""
 
-import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import openai
 import pytest
 
-from tests.cli.conftest import SENTENCE
-from tests.support.processes import take_interrupts
+from tests.support.parrot import SENTENCE
+from tests.support.serving import LIMIT, serving
 from tokenformer.cli import main
-
-LIMIT = 300  # seconds, for what takes one or two
-
-
-class Server:
-    def __init__(self, process, folder, url, key):
-        self.process = process
-        self.url = url
-        self.log = []
-        self.client = openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=LIMIT)
-        self.usual = {"model": str(folder), "temperature": 0, "max_tokens": 40}
-
-    def complete(self, **options):
-        return self.client.completions.create(**{**self.usual, **options})
-
-    def chat(self, *texts, **options):
-        messages = [{"role": role, "content": text} for role, text in texts]
-        asked = {**self.usual, "messages": messages, **options}
-        return self.client.chat.completions.create(**asked)
-
-    def end(self, by):
-        self.process.send_signal(by)
-        return self.process.wait(LIMIT)
-
-
-@contextmanager
-def serving(folder, *options, key=None, program=("-m", "tokenformer")):
-    command = [sys.executable, *program, "serve", str(folder), "--port", "0", *options]
-    environment = os.environ if key is None else {**os.environ, "TOKENFORMER_API_KEY": key}
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        preexec_fn=take_interrupts,
-    )
-    try:
-        line = process.stdout.readline()
-        assert line.startswith("Serving "), process.stderr.read()
-        url = line.split(" at ")[1].partition(";")[0]
-        assert url.startswith("http://127.0.0.1:")
-        server = Server(process, folder, url, key or "none")
-        for stream in (process.stdout, process.stderr):  # a full pipe would stop the server
-            threading.Thread(target=server.log.extend, args=(stream,), daemon=True).start()
-        yield server
-    finally:
-        process.kill()
-        process.wait(LIMIT)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +79,7 @@ def test_the_seed_decides_also_among_others(server):
 @pytest.mark.parametrize(
     ("options", "kind", "named"),
     [
-        ({"model": "gpt2"}, openai.NotFoundError, "the model gpt2 is not here"),
+        ({"model": "gpt2"}, openai.NotFoundError, "no model gpt2; this server has"),
         ({"prompt": "x" * 128}, openai.BadRequestError, "128 tokens, the model's context 128"),
         ({"max_tokens": 128}, openai.BadRequestError, "max_tokens can be at most 125"),
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),

@@ -1,4 +1,4 @@
-"""What `tokenformer serve` does about clients that send too much, too slowly or without leave."""
+"""`tokenformer serve` with clients that send too much, too slowly or without the key."""
 
 import json
 import select
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from tests.cli.test_serve import LIMIT, serving
+from tests.support.serving import LIMIT, serving
 
 KEY = "sk-0123456789"
 MAX_BODY = 20_000
@@ -49,7 +49,7 @@ def server(looping):
         "15000",
     ]
     with serving(looping, *limits, *others, key=KEY) as server:
-        server.usual["max_tokens"] = 2
+        server.defaults["max_tokens"] = 2
         yield server
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.serve.conftest import TEMPLATE
+from tests.support.serving import CHAT_TEMPLATE
 from tokenformer.data.byte_tokenizer import byte_tokenizer
 from tokenformer.serve.chat_template import ChatTemplate
 from tokenformer.serve.prompt import PromptError
@@ -26,7 +26,7 @@ def wait_until(condition):
 
 @pytest.fixture(scope="module")
 def template():
-    template = ChatTemplate(TEMPLATE, {"eos_token": "<end>"}, 5.0, max_characters=100_000)
+    template = ChatTemplate(CHAT_TEMPLATE, {"eos_token": "<end>"}, 5.0, max_characters=100_000)
     yield template
     template.kill()
     template.reap()
@@ -34,7 +34,7 @@ def template():
 
 def test_it_renders_what_transformers_renders(template):
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template, tokenizer.eos_token = TEMPLATE, "<end>"
+    tokenizer.chat_template, tokenizer.eos_token = CHAT_TEMPLATE, "<end>"
     messages = [*chat("Hi 日本語 🙂"), {"role": "assistant", "content": "\n\u2028 {{ 1 }}"}]
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert template.render(messages) == expected
@@ -46,7 +46,7 @@ def test_it_renders_what_transformers_renders(template):
         ("loop", "did not finish within 5 seconds"),
         ("power", "did not finish within 5 seconds"),
         ("memory", "MemoryError"),
-        ("long", "it makes 400.* characters of them, more than 100000"),
+        ("long", "it renders 400.* characters, more than 100000"),
         ("sum", "unsupported operand"),
     ],
 )
@@ -57,7 +57,7 @@ def test_a_template_that_takes_too_much_is_ended(template, text, named):
 
 
 def test_a_child_that_died_is_not_reported_as_a_timeout():
-    template = ChatTemplate(TEMPLATE, {}, 10 * LIMIT, max_characters=1000)
+    template = ChatTemplate(CHAT_TEMPLATE, {}, 10 * LIMIT, max_characters=1000)
     child = template.start()
     threading.Timer(0.5, child.kill).start()  # as the kernel does when memory runs out
     with pytest.raises(PromptError, match=r"ended with exit code -9, .* memory ran out"):
@@ -67,7 +67,7 @@ def test_a_child_that_died_is_not_reported_as_a_timeout():
 
 
 def test_rendering_can_be_ended_from_another_thread():
-    template = ChatTemplate(TEMPLATE, {}, 10 * LIMIT, max_characters=1000)
+    template = ChatTemplate(CHAT_TEMPLATE, {}, 10 * LIMIT, max_characters=1000)
     template.start()
     errors = []
 

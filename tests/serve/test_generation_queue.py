@@ -1,4 +1,4 @@
-"""What ends an answer is neither counted nor taken for a lack of room."""
+"""EOS tokens are not counted as part of a response."""
 
 import asyncio
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.serve.conftest import build
+from tests.support.serving import build_small_app
 from tokenformer.cli import main
 from tokenformer.data.byte_tokenizer import byte_tokenizer
 from tokenformer.serve.limits import HostCheck, LimitError, Limits
@@ -54,7 +54,7 @@ def test_an_open_server_without_a_key_is_warned_of(tmp_path, capsys, monkeypatch
 def test_no_header_lets_other_sites_read_answers():
     from starlette.testclient import TestClient
 
-    app, encoder = build()
+    app, encoder = build_small_app()
     with TestClient(app, base_url="http://localhost") as client:
         origin = {"Origin": "http://attacker.example"}
         preflight = {**origin, "Access-Control-Request-Method": "POST"}
@@ -70,7 +70,7 @@ def test_health_is_answered_for_any_host():
     """A load balancer asks by an address, or by no name at all."""
     from starlette.testclient import TestClient
 
-    app, encoder = build()
+    app, encoder = build_small_app()
     with TestClient(app, base_url="http://10.0.0.1") as client:
         assert client.get("/health").status_code == 200
         assert client.get("/v1/models").status_code == 403

@@ -1,4 +1,4 @@
-"""`tokenformer generate`: a language model continues prompts, streamed."""
+"""`tokenformer generate`: sample text from a language model, streamed."""
 
 import sys
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from tokenformer.errors import InputError
 from tokenformer.paths import exists, expand_user, missing_message
 
 LEAST_TEMPERATURE = 1e-3
-"""Less divides logits by so little that they overflow."""
+"""Logits divided by less than this overflow."""
 
 
 def generate(
@@ -32,23 +32,24 @@ def generate(
     no_verify: bool = False,
     json: bool = False,
 ) -> None:
-    """Continue one or more prompts with a language model; the text is streamed.
+    """Sample text from a language model, streamed.
 
     Args:
         model: A model folder, a run folder or a hub name of any causal language model.
-        prompt: The text to continue; - reads it from the standard input.
-        prompts: A file with a prompt on each line; each is continued by itself.
-        max_new_tokens: The most tokens to add. Beyond the model's context, the window slides.
-        temperature: Below 1 nearer to the likeliest, above 1 further from it; 0 is greedy.
-        top_k: Choose among the k likeliest tokens only.
-        top_p: Choose among the likeliest tokens that make up this share of the probability.
-        repetition_penalty: Above 1, what was said becomes less likely: against going in circles.
-        greedy: Always take the likeliest token.
-        stop: End before this text appears.
-        seed: Seed of the choices.
-        bits: 8 rounds a TokenFormer's numbers to int8 as it is loaded: a quarter of the memory.
-        no_verify: Do not check the weights against checksums.json, nor for NaN and inf.
-        json: Print one JSON document: a list of prompts and what was added.
+        prompt: The text to continue; - reads it from standard input.
+        prompts: A text file with one prompt per line; each is continued independently.
+        max_new_tokens: Maximum number of tokens to generate. Beyond the model's context, a sliding
+            window is used.
+        temperature: Sampling temperature; 0 is greedy decoding.
+        top_k: Sample from the k most likely tokens only.
+        top_p: Sample from the most likely tokens whose probabilities sum to p.
+        repetition_penalty: Values above 1 make tokens that already appeared less likely.
+        greedy: Always take the most likely token.
+        stop: Stop before this text appears.
+        seed: Seed for sampling.
+        bits: 8 loads a TokenFormer with int8 weights, which take a quarter of the memory.
+        no_verify: Skip verifying the weights (checksums.json, NaN, inf).
+        json: Print a JSON list with each prompt and the text added.
     """
     check(max_new_tokens, temperature, top_k, top_p, seed)
     check_bits(bits)
@@ -63,20 +64,21 @@ def generate(
 
     import torch
 
-    chosen: dict[str, Any] = {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": False}
     if not greedy and temperature > 0:
-        chosen = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0}
-        chosen |= {} if top_p is None else {"top_p": top_p}
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0}
+        sampling |= {} if top_p is None else {"top_p": top_p}
     if repetition_penalty is not None:
-        chosen["repetition_penalty"] = repetition_penalty
-    asked = [(text, encode(loaded, tokenizer, text)) for text in texts]  # refused before any answer
-    warn(loaded, [ids.shape[1] for _, ids in asked], max_new_tokens)
-    told = (lambda piece: None) if json else show
+        sampling["repetition_penalty"] = repetition_penalty
+    # All prompts are encoded first, so that a bad one fails before any text is generated.
+    encoded = [(text, encode(loaded, tokenizer, text)) for text in texts]
+    warn(loaded, [ids.shape[1] for _, ids in encoded], max_new_tokens)
+    on_text = (lambda text: None) if json else show
     samples = []
-    for place, (text, ids) in enumerate(asked):
+    for index, (text, ids) in enumerate(encoded):
         torch.manual_seed(seed)
-        told(("\n\n" if place else "") + text)
-        added = go_on(loaded, tokenizer, ids, max_new_tokens, chosen, stop, told)
+        on_text(("\n\n" if index else "") + text)
+        added = continue_prompt(loaded, tokenizer, ids, max_new_tokens, sampling, stop, on_text)
         samples.append({"prompt": text, "added": added})
     sys.stdout.write(json_text(samples, sys.stdout.encoding or "utf-8") + "\n" if json else "\n")
 
@@ -85,7 +87,7 @@ def read_prompt(prompt: str) -> str:
     try:
         if prompt == "-":
             return sys.stdin.buffer.read().decode("utf-8")
-        prompt.encode("utf-8")  # bytes of a command line that are no text come as surrogates
+        prompt.encode("utf-8")  # invalid bytes on the command line become surrogates
     except UnicodeDecodeError:
         raise InputError("--prompt -: the standard input is not UTF-8 text") from None
     except UnicodeEncodeError:
@@ -126,15 +128,15 @@ def check(
 
 
 def encode(model: Any, tokenizer: Any, text: str) -> Any:
-    """The prompt as ids [1, T]; of an empty one, the beginning of a text."""
-    from tokenformer.serve.prompt import begin
+    """Return the prompt as ids [1, T]; the start token if it is empty."""
+    from tokenformer.serve.prompt import add_start_token
 
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
-    return begin(ids, tokenizer).to(model.device)
+    return add_start_token(ids, tokenizer).to(model.device)
 
 
 def warn(model: Any, lengths: list[int], new: int) -> None:
-    """Say once that the context is too short for a prompt, or for it and the tokens to add."""
+    """Print one warning if a prompt and the new tokens exceed the model's context."""
     from tokenformer.serve.prompt import context_length
     from tokenformer.serve.sliding_window import KEPT
 
@@ -148,66 +150,66 @@ def warn(model: Any, lengths: list[int], new: int) -> None:
     sys.stderr.write(f"tokenformer generate: {line}\n")
 
 
-class Enough(Exception):  # noqa: N818  # nothing is wrong
-    """The stop text was reached: raised to leave transformers' `generate`."""
+class StopGeneration(Exception):  # noqa: N818  # not an error
+    """Raised to leave transformers' `generate` when the stop text is reached."""
 
 
-class TokenStreamer:
-    """The streamer of `model.generate`: in every window first the prompt, then each new token."""
+class TextStreamer:
+    """A streamer for `model.generate`, which puts the prompt of a window first, then each token."""
 
-    def __init__(self, stream: Any, told: Callable[[str], None]) -> None:
+    def __init__(self, stream: Any, on_text: Callable[[str], None]) -> None:
         self.stream = stream
-        self.told = told
-        self.prompted = False
+        self.on_text = on_text
+        self.prompt_seen = False
         self.pieces: list[str] = []
 
     def put(self, value: Any) -> None:
-        if self.prompted:
-            self.say(self.stream.add(int(value.item())))
+        if self.prompt_seen:
+            self.emit(self.stream.add(int(value.item())))
             if self.stream.stopped:
-                raise Enough
-        self.prompted = True
+                raise StopGeneration
+        self.prompt_seen = True
 
     def end(self) -> None:
-        """The window is full, or the text at its end."""
-        self.prompted = False
+        """Called at the end of a window; the next one starts with its prompt again."""
+        self.prompt_seen = False
 
-    def say(self, piece: str) -> None:
-        self.pieces.append(piece)
-        self.told(piece)
+    def emit(self, text: str) -> None:
+        self.pieces.append(text)
+        self.on_text(text)
 
 
-def go_on(
+def continue_prompt(
     model: Any,
     tokenizer: Any,
     ids: Any,
-    tokens: int,
-    chosen: dict[str, Any],
+    max_new_tokens: int,
+    sampling: dict[str, Any],
     stop: str | None,
-    told: Callable[[str], None],
+    on_text: Callable[[str], None],
 ) -> str:
-    """What the model adds; each piece of it is told as soon as it is certain."""
+    """Generate text and return it; `on_text` gets each piece as soon as it is decoded."""
     from tokenformer.data.text_stream import TextStream
     from tokenformer.serve.prompt import context_length
-    from tokenformer.serve.sliding_window import generate_sliding, prefix_of
+    from tokenformer.serve.sliding_window import bos_prefix, generate_sliding
 
-    speaker = TokenStreamer(TextStream(tokenizer, stop=() if stop is None else (stop,)), told)
+    streamer = TextStreamer(TextStream(tokenizer, stop=() if stop is None else (stop,)), on_text)
     padding = tokenizer.pad_token_id
-    with suppress(Enough):
+    with suppress(StopGeneration):
         generate_sliding(
             model,
             ids,
-            max_new_tokens=tokens,
+            max_new_tokens=max_new_tokens,
             context=context_length(model.config),
-            prefix=prefix_of(tokenizer).to(ids.device),
+            prefix=bos_prefix(tokenizer).to(ids.device),
             tokenizer=tokenizer,
-            num_beams=1,  # a stream cannot take tokens back
-            streamer=speaker,
+            num_beams=1,  # beam search cannot stream
+            streamer=streamer,
             pad_token_id=tokenizer.eos_token_id if padding is None else padding,
-            **chosen,
+            **sampling,
         )
-    speaker.say(speaker.stream.end())
-    return "".join(speaker.pieces)
+    streamer.emit(streamer.stream.end())
+    return "".join(streamer.pieces)
 
 
 def show(text: str) -> None:

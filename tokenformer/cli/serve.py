@@ -1,4 +1,4 @@
-"""`tokenformer serve`: a model behind OpenAI's HTTP interface, on this machine."""
+"""`tokenformer serve`: an OpenAI-compatible server for one language model."""
 
 import os
 import signal
@@ -17,10 +17,10 @@ from tokenformer.errors import InputError
 from tokenformer.serve.limits import API_KEY_VARIABLE, HostCheck, Limits, is_loopback
 
 SECONDS_TO_END = 5
-"""How long connections may stay once the server is told to end."""
+"""How long open connections may take to finish after the signal."""
 
 SECONDS_TO_EXIT = 9
-"""After which the process exits, whatever it is doing."""
+"""When the process exits after the signal, whatever it is doing."""
 
 
 def serve(
@@ -38,30 +38,30 @@ def serve(
     template_timeout: float = Limits.template_timeout,
     no_verify: bool = False,
 ) -> None:
-    """Serve a model: /v1/completions and, with a chat template, /v1/chat/completions.
+    """Serve a language model with an OpenAI-compatible API.
+
+    The endpoints are /v1/completions and, if the model has a chat template, /v1/chat/completions.
 
     Args:
-        model: A folder or hub name of a causal language model, ours or any other.
-        host: The address to listen at; 0.0.0.0 for all of this machine, then use an API key.
-        port: The port to listen at; 0 for any that is free.
-        name: What requests call the model; by default as it is given here.
-        context: Tokens of a prompt and its answer together; by default as many as the model was
-            made for.
-        bits: 8 rounds a TokenFormer's numbers to int8 as it is loaded: a quarter of the memory.
-        api_key: The key that clients must send. Other users of this machine can see options in the
-            process list, so set the environment variable TOKENFORMER_API_KEY instead.
-        allowed_hosts: Further names that clients may reach the server by, as sent in the Host
-            header; `any` turns this check off.
-        max_body: The largest request body in bytes.
-        max_queue: How many requests may wait while another one is answered.
-        request_timeout: Seconds that a client has to send its headers, and then its body.
-        template_timeout: Seconds that the chat template has to render a request.
-        no_verify: Do not check the weights against checksums.json, nor for NaN and inf.
+        model: A model folder, a run folder or a hub name of any causal language model.
+        host: Address to listen on; with 0.0.0.0 (all interfaces), set an API key.
+        port: Port to listen on; 0 picks a free one.
+        name: Model name in the API; by default MODEL as given.
+        context: Maximum tokens of prompt and response together; by default the model's context.
+        bits: 8 loads a TokenFormer with int8 weights, which take a quarter of the memory.
+        api_key: API key that clients must send. Prefer the environment variable
+            TOKENFORMER_API_KEY: other users can read options in the process list.
+        allowed_hosts: Additional host names to accept in the Host header; any disables the check.
+        max_body: Maximum size of a request body in bytes.
+        max_queue: Maximum number of requests that wait while another one is generating.
+        request_timeout: Seconds for a client to send the headers, and again for the body.
+        template_timeout: Seconds for rendering the chat template.
+        no_verify: Skip verifying the weights (checksums.json, NaN, inf).
     """
     if context is not None and context < 2:
-        raise InputError(f"--context {context} must be at least 2: a prompt and an answer")
+        raise InputError(f"--context {context} must be at least 2: a prompt and a response")
     check_bits(bits)
-    resolve_model(model, "a language model")  # a wrong name is refused before the imports
+    resolve_model(model, "a language model")  # fail before the slow imports
     limits = Limits(
         max_body=max_body,
         max_queue=max_queue,
@@ -82,7 +82,8 @@ def serve(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that is ours before the model is loaded, which may take long; clients wait."""
+    """Return a listening socket, bound before the model loads: a taken port fails at once, and
+    early clients wait."""
     if not 0 <= port < 2**16:
         raise InputError(f"--port {port} must be from 0 to 65535")
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -104,7 +105,7 @@ def run(
     limits: Limits,
 ) -> None:
     try:
-        import openai  # noqa: F401  # without it transformers' server is half defined
+        import openai  # noqa: F401  # transformers' server needs it
         import uvicorn
 
         from tokenformer.serve.generation_queue import GenerationQueue
@@ -120,9 +121,9 @@ def run(
     from tokenformer.serve.prompt import context_length
 
     loaded, tokenizer = load()
-    voice = GenerationQueue(context or context_length(loaded.config) or 2048, limits.max_queue)
-    encoder = PromptEncoder(tokenizer, voice.context, limits)
-    logging.set_verbosity_error()  # uvicorn writes a line for each request
+    queue = GenerationQueue(context or context_length(loaded.config) or 2048, limits.max_queue)
+    encoder = PromptEncoder(tokenizer, queue.context, limits)
+    logging.set_verbosity_error()  # uvicorn logs the requests
     last_resort = threading.Timer(SECONDS_TO_EXIT, exit_now)
     last_resort.daemon = True
 
@@ -133,28 +134,28 @@ def run(
             super().handle_exit(sig, frame)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            voice.hush()  # or uvicorn would wait for answers that take minutes
+            queue.shut_down()  # otherwise uvicorn waits for long responses
             encoder.close()
             await super().shutdown(sockets)
 
     options: dict[str, Any] = {"http": with_header_timeout(limits.request_timeout), "ws": "none"}
-    app = build_app(name, loaded, tokenizer, voice, encoder, limits)
+    app = build_app(name, loaded, tokenizer, queue, encoder, limits)
     server = Server(uvicorn.Config(app, timeout_graceful_shutdown=SECONDS_TO_END, **options))
-    # When uvicorn has ended at either signal, it raises it again, for whoever waits for it.
+    # After shutting down, uvicorn raises the signal again.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
-        sys.stdout.write(f"Serving {name} at {address(listener)}/v1; Ctrl-C ends it\n")
+        sys.stdout.write(f"Serving {name} at {address(listener)}/v1; press Ctrl-C to stop\n")
         sys.stdout.flush()
         server.run(sockets=[listener])
     encoder.close()
-    voice.wait()
-    encoder.wait()  # before the timer is cancelled: a long prompt may still be tokenized
+    queue.wait()
+    encoder.wait()  # before cancelling the timer: a long prompt may still be tokenizing
     last_resort.cancel()
 
 
 def exit_now() -> None:
-    """End a process that is still busy, say with the prefill of a long prompt."""
-    sys.stderr.write(f"not done {SECONDS_TO_EXIT} seconds after the signal; exiting anyway\n")
+    """Exit while still busy, for example with the prefill of a long prompt."""
+    sys.stderr.write(f"still busy {SECONDS_TO_EXIT} seconds after the signal; exiting anyway\n")
     sys.stderr.flush()
     os._exit(1)
 

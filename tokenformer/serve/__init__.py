@@ -1,1 +1,1 @@
-"""A model that speaks: prompts that fit it, and a server with OpenAI's interface."""
+"""Text generation and the OpenAI-compatible server."""

@@ -1,9 +1,9 @@
-"""Chat templates, rendered in a process of their own with limits on time and memory.
+"""Chat templates, rendered in a child process with limits on time and memory.
 
-A chat template is a program that comes with a model. Jinja's sandbox keeps it from files and the
-network, not from looping for ever, from `9 ** 9 ** 9`, which would stop all threads of a process,
-or from filling the memory. `ChatTemplate.render` therefore asks a child process, and kills it when
-the time is over; the next call starts another one. The child is `template_process.py`.
+A chat template is a program that comes with a model. Jinja's sandbox blocks files and the network,
+but not infinite loops, `9 ** 9 ** 9`, which blocks all threads of a process, or huge allocations.
+`ChatTemplate.render` therefore runs it in a child process (`template_process.py`) and kills the
+child on a timeout; the next call starts another one.
 """
 
 import json
@@ -21,7 +21,7 @@ from tokenformer.serve.prompt import PromptError
 PROGRAM = str(Path(__file__).with_name("template_process.py"))
 
 START_SECONDS = 120.0
-"""For the child to start, which takes one or two."""
+"""Timeout for the child to start, which takes one or two seconds."""
 
 
 class ChatTemplate:
@@ -37,8 +37,8 @@ class ChatTemplate:
         self.timeout = timeout
         self.child: subprocess.Popen[bytes] | None = None
         self.closed = False
-        self.overdue = False
-        """Whether the last request was ended for the time it took."""
+        self.timed_out = False
+        """Whether the last request hit the timeout."""
 
     def start(self) -> "subprocess.Popen[bytes]":
         """Start the child and wait until it is ready."""
@@ -54,12 +54,12 @@ class ChatTemplate:
         return self.child
 
     def render(self, messages: list[dict[str, Any]]) -> str:
-        """The prompt for these messages. Blocks; call it from one thread at a time."""
+        """Return the prompt for these messages. Blocks; call it from one thread at a time."""
         child = self.child
         if child is None or child.poll() is not None:
             child = self.start()
         reply = self.ask(child, messages, self.timeout)
-        if reply is None and self.overdue:
+        if reply is None and self.timed_out:
             raise PromptError(f"the chat template did not finish within {self.timeout:g} seconds")
         if reply is None:
             raise PromptError(
@@ -73,16 +73,16 @@ class ChatTemplate:
     def ask(
         self, child: "subprocess.Popen[bytes]", request: Any, seconds: float
     ) -> dict[str, Any] | None:
-        """The child's reply; None if it ended or was killed for the time it took."""
+        """Return the child's reply; None if it exited or was killed on the timeout."""
         assert child.stdin is not None
         assert child.stdout is not None
-        self.overdue = False
+        self.timed_out = False
 
-        def end() -> None:
-            self.overdue = True
+        def time_out() -> None:
+            self.timed_out = True
             child.kill()
 
-        timer = threading.Timer(seconds, end)
+        timer = threading.Timer(seconds, time_out)
         timer.daemon = True
         timer.start()
         line = b""
@@ -101,7 +101,7 @@ class ChatTemplate:
         return None
 
     def kill(self) -> None:
-        """End the child for good; a `render` in another thread returns at once."""
+        """Kill the child for good; a `render` in another thread returns at once."""
         self.closed = True
         if self.child is not None:
             self.child.kill()
@@ -113,5 +113,5 @@ class ChatTemplate:
         self.child.wait()
         for pipe in (self.child.stdin, self.child.stdout):
             if pipe is not None:
-                with suppress(OSError):  # nobody reads what was left to send
+                with suppress(OSError):  # buffered data that the dead child cannot read
                     pipe.close()

@@ -1,4 +1,4 @@
-"""A time limit on connections that do not send a request: uvicorn has none of its own."""
+"""A timeout for request headers, which uvicorn lacks."""
 
 import asyncio
 from typing import Any
@@ -33,7 +33,7 @@ class HeaderTimeout(H11Protocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """Finish the answer to a request that has arrived; do not wait for one that has not."""
+        """Finish responding to a complete request; do not wait for one that is half sent."""
         if self.cycle is not None and not self.cycle.response_complete and self.cycle.more_body:
             self.transport.close()
         else:
@@ -49,5 +49,5 @@ class HeaderTimeout(H11Protocol):
 
 
 def with_header_timeout(seconds: float) -> type[HeaderTimeout]:
-    """The protocol class for `uvicorn.Config(http=...)`."""
+    """Return the protocol class for `uvicorn.Config(http=...)`."""
     return type("TimedProtocol", (HeaderTimeout,), {"header_timeout": seconds})

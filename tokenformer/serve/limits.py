@@ -1,4 +1,4 @@
-"""The limits of `tokenformer serve`: who may send requests, how large, how slowly, how many."""
+"""Limits of `tokenformer serve`: hosts, API key, body size, timeouts and queue length."""
 
 import ipaddress
 import re
@@ -18,16 +18,16 @@ class LimitError(TokenformerError, ValueError):
 
 @dataclass(frozen=True)
 class HostCheck:
-    """The Host headers that are accepted, against DNS rebinding: a web page whose domain name is
-    made to resolve to this machine sends that name as the Host."""
+    """The accepted Host headers. The check prevents DNS rebinding: a web page whose domain name
+    resolves to this machine sends that name as the Host."""
 
     names: frozenset[str] = LOOPBACK
     addresses: bool = False
-    """Whether any IP address is accepted: an address cannot be rebound, only a name can."""
+    """Whether any IP address is accepted: only names can be rebound."""
 
     @classmethod
     def of(cls, bound: str, allowed: tuple[str, ...] = ()) -> "HostCheck":
-        """For a server bound to `bound`; `allowed` are further names, or `any` for all."""
+        """Return the check for a server at `bound`; `allowed` adds names, `any` allows all."""
         names = LOOPBACK | {host_name(name) for name in allowed if name} | {bound.lower()}
         if is_address(bound) and ipaddress.ip_address(bound).is_unspecified:  # every address
             return cls(names | {socket.gethostname().lower()}, addresses=True)
@@ -39,7 +39,7 @@ class HostCheck:
 
 
 def host_name(header: str) -> str:
-    """The Host header without its port: `[::1]:8000` is `::1`."""
+    """Return the Host header without its port: `::1` for `[::1]:8000`."""
     name = header.strip().lower()
     if address := re.fullmatch(r"\[([^]]*)\](:\d*)?", name):
         return address[1]
@@ -63,13 +63,13 @@ def is_address(name: str) -> bool:
 @dataclass(frozen=True)
 class Limits:
     max_body: int = 2**20
-    """Bytes of a request body."""
+    """Maximum size of a request body in bytes."""
     max_queue: int = 32
-    """Requests that wait while another one is answered."""
+    """Maximum number of requests that wait while another one is generating."""
     request_timeout: float = 30.0
-    """Seconds that a client has to send its headers, and then its body."""
+    """Seconds for a client to send the headers, and again for the body."""
     template_timeout: float = 10.0
-    """Seconds that a chat template has to render."""
+    """Seconds for rendering a chat template."""
     api_key: str | None = field(default=None, repr=False)
     hosts: HostCheck = HostCheck()
 

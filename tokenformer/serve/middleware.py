@@ -1,7 +1,7 @@
-"""Checks on every request before a handler sees it, and the errors that clients get.
+"""Checks on every request before a handler sees it, and error responses.
 
 `LimitRequests` is ASGI middleware. It checks the Host header and the API key, reads the body within
-its limits of size and time, and cancels the handler when the client disconnects.
+the limits on size and time, and cancels the handler when the client disconnects.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ OPEN_PATH = "/health"
 """Answered without an API key and for any Host, for load balancers."""
 
 DISCARD_BYTES = 2**26
-"""How much of a body that is refused is read and dropped. A connection closed with unread data is
-reset, and the client does not see why."""
+"""How much of a refused body is read and dropped: closing a connection with unread data resets it,
+and the client never sees the error."""
 
 CODES = {401: "invalid_api_key"}
 
@@ -102,7 +102,7 @@ class LimitRequests:
         return bytes(whole)
 
     async def discard(self, headers: Headers, body: "Body", error: HTTPException) -> None:
-        """Read what is left of a refused body, unless the client waits for leave to send it."""
+        """Read the rest of a refused body, unless the client waits for 100 Continue."""
         if error.status_code == 408 or "expect" in headers:
             return
         dropped = 0
@@ -113,8 +113,8 @@ class LimitRequests:
                     return
 
     async def run(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application on a body that is read, until it is done or the client disconnects.
-        What is not answered when the server shuts down gets a 503."""
+        """Run the application on the body until it is done or the client disconnects. Requests
+        without a response when the server shuts down get a 503."""
         unread, started, complete, disconnected = [body], False, False, asyncio.Event()
 
         async def replay() -> Message:
@@ -153,7 +153,7 @@ async def _call(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> Non
 
 
 class Body:
-    """The chunks of a request body; iteration goes on where an earlier one has stopped."""
+    """The chunks of a request body; a new iteration continues where the last one stopped."""
 
     def __init__(self, receive: Receive) -> None:
         self.receive = receive
@@ -169,16 +169,16 @@ class Body:
 
 
 def error_response(error: Exception) -> JSONResponse:
-    """An error in the shape of OpenAI's API."""
+    """Return an error in the format of OpenAI's API."""
     code, message, headers = 500, str(error), None
     if isinstance(error, HTTPException):
         code, message, headers = error.status_code, str(error.detail), error.headers
     elif isinstance(error, RequestValidationError):
         code, message = 400, "the body must be a JSON object, sent as application/json"
     kind = "invalid_request_error" if code < 500 else "server_error"
-    message = message.encode(errors="backslashreplace").decode()  # the request may be quoted in it
-    about = {"message": message, "type": kind, "param": None, "code": CODES.get(code)}
-    return JSONResponse({"error": about}, status_code=code, headers=headers)
+    message = message.encode(errors="backslashreplace").decode()  # it may quote the request
+    details = {"message": message, "type": kind, "param": None, "code": CODES.get(code)}
+    return JSONResponse({"error": details}, status_code=code, headers=headers)
 
 
 async def handle_error(_request: Any, error: Exception) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""Requests to token ids, outside of the event loop, so that the server answers others meanwhile."""
+"""Rendering and tokenizing of prompts, in threads outside of the event loop."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from tokenformer.serve.prompt import PromptError
 
 class PromptEncoder:
     """Renders and tokenizes prompts, in one thread each: a slow chat template does not delay
-    completions, and no two prompts take the tokenizer's memory at once."""
+    completions, and only one prompt at a time uses the tokenizer's memory."""
 
     def __init__(self, tokenizer: Any, context: int, limits: Limits) -> None:
         self.tokenizer = tokenizer
@@ -34,13 +34,13 @@ class PromptEncoder:
             self.rendering.submit(self.template.start)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> torch.Tensor:
-        """Token ids [1, T]; a text that cannot fit the context is refused before it is tokenized,
-        where its length alone proves that."""
-        least = 0 if self.longest is None else len(text.encode()) // self.longest
-        if least >= self.context:
+        """Return token ids [1, T]. A text whose length alone shows that it exceeds the context is
+        refused before it is tokenized."""
+        min_tokens = 0 if self.longest is None else len(text.encode()) // self.longest
+        if min_tokens >= self.context:
             raise PromptError(
-                f"the prompt has at least {least} tokens, the model's context {self.context}, "
-                "answer included"
+                f"the prompt has at least {min_tokens} tokens, the model's context {self.context}, "
+                "response included"
             )
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.tokenizing, self.tokenize, text, add_special_tokens)
@@ -74,20 +74,20 @@ class PromptEncoder:
             raise RuntimeError("the server is shutting down")
 
     def close(self) -> None:
-        """Drop the prompts that wait, and end a chat template that is being rendered."""
+        """Drop waiting prompts and kill a chat template that is rendering."""
         self.closed = True
         if self.template is not None:
             self.template.kill()
             self.rendering.submit(self.template.reap)
 
     def wait(self) -> None:
-        """After `close`: until both threads are done, which the interpreter waits for as well."""
+        """After `close`, block until both threads are done."""
         self.tokenizing.shutdown()
         self.rendering.shutdown()
 
 
 def chat_template(tokenizer: Any) -> str | None:
-    """The template that a chat without tools uses, if the tokenizer has one."""
+    """Return the template for chats without tools, if the tokenizer has one."""
     try:
         template: str = tokenizer.get_chat_template()
     except ValueError:  # none, or several of which none is the default
@@ -96,10 +96,10 @@ def chat_template(tokenizer: Any) -> str | None:
 
 
 def longest_token(tokenizer: Any) -> int | None:
-    """The most bytes of text that one token can stand for; None where there may be no such limit.
+    """Return the maximum number of bytes that one token can encode; None without a known bound.
 
-    Only byte-level BPE of a fast tokenizer is certain. Elsewhere a normalizer can remove text, a
-    run of unknown characters can become one token, and whitespace none.
+    Only byte-level BPE of a fast tokenizer has one. In others a normalizer can remove text, a run
+    of unknown characters can become one token, and whitespace none.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -116,12 +116,12 @@ def longest_token(tokenizer: Any) -> int | None:
         and set(ByteLevel.alphabet()) <= vocabulary.keys()
         and not any(token["lstrip"] or token["rstrip"] for token in added)
     )
-    # A symbol of the byte alphabet is at least as long in UTF-8 as the byte it stands for.
+    # A symbol of the byte alphabet has at least as many UTF-8 bytes as the byte it encodes.
     return max(len(token.encode()) for token in vocabulary) if whole else None
 
 
 def keeps_bytes(pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Whether the text is only cut, and each of its bytes becomes a symbol."""
+    """Return whether the pre-tokenizer only splits the text and keeps every byte."""
     if pre_tokenizer is None:
         return False
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])

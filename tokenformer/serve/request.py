@@ -1,7 +1,7 @@
-"""What a client may ask of `tokenformer serve`: the fields of OpenAI's API that it honours.
+"""Request schemas of `tokenformer serve`: the supported fields of OpenAI's API.
 
-Any other is refused, since a field that is ignored gives an answer that was not asked for. Those
-that clients send of themselves, at values that ask for nothing, are dropped.
+Other fields are refused, since silently ignoring them would return something the client did not
+ask for. Fields that clients send by default, at values without effect, are dropped.
 """
 
 from reprlib import repr as shortened
@@ -17,16 +17,16 @@ from pydantic import (
 )
 
 DEFAULT_MAX_TOKENS = 16
-"""Of a completion; OpenAI's own."""
+"""The default of OpenAI's completions API."""
 
 MIN_TEMPERATURE = 1e-10
 """Below it, logits divided by the temperature overflow float32."""
 
 MAX_STOP = 1000
-"""Characters of a stop sequence."""
+"""Maximum characters in a stop sequence."""
 
 MAX_ERRORS = 5
-"""Errors that are listed for one request."""
+"""Maximum number of errors listed for one request."""
 
 
 def check_unicode(text: str) -> str:
@@ -47,7 +47,7 @@ Text = Annotated[str, AfterValidator(check_unicode)]
 class Request(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
-    asks_nothing: ClassVar[dict[str, Any]] = {
+    no_effect: ClassVar[dict[str, Any]] = {
         "n": 1,
         "frequency_penalty": 0,
         "presence_penalty": 0,
@@ -63,32 +63,32 @@ class Request(BaseModel):
     stop: list[Annotated[Text, Field(min_length=1, max_length=MAX_STOP)]] = Field([], max_length=4)
     seed: int | None = Field(None, ge=0, lt=2**63)
     stream: bool = False
-    stream_options: dict[str, Any] | None = None  # the usage is told anyway
+    stream_options: dict[str, Any] | None = None  # the usage is always included
     user: Text | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def drop_what_asks_nothing(cls, body: dict[str, Any]) -> dict[str, Any]:
-        asked = {name: value for name, value in body.items() if value is not None}
-        for name, nothing in cls.asks_nothing.items():
-            if asked.get(name) == nothing:
-                del asked[name]
-        if isinstance(asked.get("stop"), str):
-            asked["stop"] = [asked["stop"]]
-        return asked
+    def drop_fields_without_effect(cls, body: dict[str, Any]) -> dict[str, Any]:
+        given = {name: value for name, value in body.items() if value is not None}
+        for name, default in cls.no_effect.items():
+            if given.get(name) == default:
+                del given[name]
+        if isinstance(given.get("stop"), str):
+            given["stop"] = [given["stop"]]
+        return given
 
 
 class CompletionRequest(Request):
     """The body of `/v1/completions`."""
 
-    asks_nothing = Request.asks_nothing | {"best_of": 1, "echo": False, "suffix": ""}
+    no_effect = Request.no_effect | {"best_of": 1, "echo": False, "suffix": ""}
 
     prompt: Text
     max_tokens: int = Field(DEFAULT_MAX_TOKENS, ge=1)
 
     @model_validator(mode="before")
     @classmethod
-    def take_one_prompt(cls, body: dict[str, Any]) -> dict[str, Any]:
+    def unwrap_single_prompt(cls, body: dict[str, Any]) -> dict[str, Any]:
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1:
             return {**body, "prompt": prompt[0]}
@@ -112,19 +112,19 @@ class Message(BaseModel):
 class ChatRequest(Request):
     """The body of `/v1/chat/completions`."""
 
-    asks_nothing = Request.asks_nothing | {"logprobs": False}
+    no_effect = Request.no_effect | {"logprobs": False}
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
-    def know_one_limit(self) -> "ChatRequest":
+    def merge_token_limits(self) -> "ChatRequest":
         self.max_tokens = self.max_completion_tokens or self.max_tokens
         return self
 
 
 def explain(error: ValidationError) -> str:
-    """What is wrong with a request, in one line."""
+    """Return the errors of a request in one line."""
     wrong = []
     found = error.errors(include_url=False, include_context=False)
     for each in found[:MAX_ERRORS]:

@@ -1,12 +1,13 @@
-"""The OpenAI-compatible server of transformers with one model of ours in it.
+"""The OpenAI-compatible server: transformers' server application with a single loaded model.
 
-Its routes, response formats, event streams and inference thread are used as they are. Ours are:
+Routes, response formats, event streams and the inference thread are those of transformers. This
+package adds:
 
-- `OneModel` in the place of its `ModelManager`, which loads what a request names;
+- `SingleModelManager` instead of its `ModelManager`, which loads whatever a request names;
 - `LimitRequests` (`middleware.py`) in front of all routes;
-- handlers that refuse unsupported fields (`request.py`), and sample as OpenAI's API says;
-- `PromptEncoder` (`encoder.py`), which renders and tokenizes outside of the event loop;
-- `GenerationQueue` (`voice.py`), which generates the text.
+- handlers that refuse unsupported fields (`request.py`) and sample as OpenAI's API specifies;
+- `PromptEncoder` (`prompt_encoder.py`), which renders and tokenizes outside of the event loop;
+- `GenerationQueue` (`generation_queue.py`), which generates the text.
 """
 
 import time
@@ -33,11 +34,11 @@ from tokenformer.serve.prompt_encoder import PromptEncoder
 from tokenformer.serve.request import ChatRequest, CompletionRequest, Request, explain
 
 ROUTES = {"/health", "/v1/models", "/v1/completions", "/v1/chat/completions"}
-"""Those of transformers' that stay: others load, unload or need another kind of model."""
+"""Routes that are kept; the others load or unload models or need another kind of model."""
 
 
-class OneModel:
-    """All that transformers' server asks of a `ModelManager`, and nothing that loads a model."""
+class SingleModelManager:
+    """The part of transformers' `ModelManager` that its server calls; it never loads a model."""
 
     def __init__(self, name: str, model: Any, tokenizer: Any) -> None:
         self.name = name
@@ -46,60 +47,64 @@ class OneModel:
         self.created = int(time.time())
 
     def get_gen_models(self) -> list[dict[str, Any]]:
-        about = {"object": "model", "created": self.created, "owned_by": "tokenformer"}
-        return [{"id": self.name, **about}]
+        created = {"object": "model", "created": self.created, "owned_by": "tokenformer"}
+        return [{"id": self.name, **created}]
 
     def shutdown(self) -> None:
-        """The model goes with the process."""
+        """The model is freed with the process."""
 
 
-class Strict:
-    """What both handlers of transformers get in front of them."""
+class ValidatingHandler:
+    """Mixin for transformers' handlers: validates a request, encodes its prompt, sets its sampling
+    options."""
 
     request: type[Request]
-    model_manager: OneModel
+    model_manager: SingleModelManager
 
-    def __init__(self, model: OneModel, voice: GenerationQueue, encoder: PromptEncoder) -> None:
-        super().__init__(model, GenerationState())  # type: ignore[call-arg]
-        self.voice = voice
+    def __init__(
+        self, manager: SingleModelManager, queue: GenerationQueue, encoder: PromptEncoder
+    ) -> None:
+        super().__init__(manager, GenerationState())  # type: ignore[call-arg]
+        self.queue = queue
         self.encoder = encoder
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         self._validate_request(body)
-        one = self.model_manager
-        with self.voice.admit():
+        with self.queue.admit():
             inputs = {"input_ids": await self.encode(body)}
-        config = self._build_generation_config(body, one.model.generation_config)
-        about = (request_id, one.model, one.tokenizer, one.name, inputs, config, self.voice)
+        model, tokenizer = self.model_manager.model, self.model_manager.tokenizer
+        config = self._build_generation_config(body, model.generation_config)
+        name = self.model_manager.name
+        arguments = (request_id, model, tokenizer, name, inputs, config, self.queue)
         if body["stream"]:
-            return self._streaming(*about)
-        return await self._non_streaming(*about)  # type: ignore[attr-defined]
+            return self._streaming(*arguments)
+        return await self._non_streaming(*arguments)  # type: ignore[attr-defined]
 
     async def encode(self, body: dict[str, Any]) -> Any:
         raise NotImplementedError
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         try:
-            asked = self.request.model_validate(body)
+            request = self.request.model_validate(body)
         except ValidationError as error:
             raise HTTPException(400, explain(error)) from None
         name = self.model_manager.name
-        if asked.model not in (None, name):
-            raise HTTPException(404, f"the model {asked.model} is not here; this server has {name}")
+        if request.model not in (None, name):
+            raise HTTPException(404, f"no model {request.model}; this server has {name}")
         body.clear()
-        body.update(asked.model_dump(exclude_none=True))
+        body.update(request.model_dump(exclude_none=True))
 
     def _build_generation_config(
         self, body: dict[str, Any], model_generation_config: Any, use_cb: bool = False
     ) -> Any:
         config = deepcopy(model_generation_config)
-        config.num_beams = 1  # no text is certain before the last beam is
+        config.num_beams = 1  # beam search cannot stream
         config.max_new_tokens = body.get("max_tokens")
         temperature = body.get("temperature", config.temperature)
         config.do_sample = temperature != 0
         config.temperature = temperature if config.do_sample else None
         config.top_p = body.get("top_p", config.top_p) if config.do_sample else None
-        config.top_k = config.top_k or 0  # else transformers takes the 50 likeliest
+        config.top_k = config.top_k or 0  # the default of transformers is 50
         # Read by `GenerationQueue`; transformers has no such fields.
         config.stop = body["stop"]
         config.seed = body.get("seed")
@@ -117,39 +122,39 @@ class Strict:
         response = super()._streaming(  # type: ignore[misc]
             request_id, model, processor, model_id, inputs, *args
         )
-        return EventStream(then_done(response.body_iterator), inputs["speaker"])
+        return EventStream(with_done_event(response.body_iterator), inputs["streamer"])
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. Generation is cancelled whenever they end, sent or not."""
+    """Server-sent events. Generation is cancelled when they end, also when the client leaves."""
 
-    def __init__(self, events: AsyncIterator[str], speaker: TokenStreamer) -> None:
+    def __init__(self, events: AsyncIterator[str], streamer: TokenStreamer) -> None:
         super().__init__(events, media_type="text/event-stream")
-        self.speaker = speaker
+        self.streamer = streamer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.speaker.cancel()
+            self.streamer.cancel()
 
 
-async def then_done(events: Any) -> AsyncIterator[str]:
-    """The event by which clients of OpenAI's API know the end from a broken connection."""
+async def with_done_event(events: Any) -> AsyncIterator[str]:
+    """Yield `events`, then the event that tells OpenAI's clients that the stream is complete."""
     async with aclosing(events):
         async for event in events:
             yield event
     yield "data: [DONE]\n\n"
 
 
-class Completions(Strict, CompletionHandler):
+class ValidatingCompletionHandler(ValidatingHandler, CompletionHandler):
     request = CompletionRequest
 
     async def encode(self, body: dict[str, Any]) -> Any:
         return await self.encoder.encode(body["prompt"])
 
 
-class Chat(Strict, ChatCompletionHandler):
+class ValidatingChatHandler(ValidatingHandler, ChatCompletionHandler):
     request = ChatRequest
 
     async def encode(self, body: dict[str, Any]) -> Any:
@@ -161,16 +166,16 @@ def build_app(
     name: str,
     model: Any,
     tokenizer: Any,
-    voice: GenerationQueue,
+    queue: GenerationQueue,
     encoder: PromptEncoder,
     limits: Limits,
 ) -> FastAPI:
-    """The application that answers for `model` under `name`."""
-    one = OneModel(name, model, tokenizer)
+    """Return the application that serves `model` as `name`."""
+    manager = SingleModelManager(name, model, tokenizer)
     app: FastAPI = build_server(
-        one,
-        Chat(one, voice, encoder),
-        completion_handler=Completions(one, voice, encoder),
+        manager,
+        ValidatingChatHandler(manager, queue, encoder),
+        completion_handler=ValidatingCompletionHandler(manager, queue, encoder),
         response_handler=None,
         transcription_handler=None,
         systemone_handler=None,

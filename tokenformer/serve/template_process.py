@@ -1,7 +1,7 @@
-"""The child process of `chat_template.py`: lines of JSON in, one line of JSON out for each.
+"""The child process of `chat_template.py`: reads lines of JSON, replies to each with one line.
 
 The first line has the template and its limits, each later one the messages of a chat. It imports
-neither torch nor the models, so that it is small and starts fast.
+neither torch nor the models, so it is small and starts fast.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 MEMORY = 2**30
-"""Bytes that rendering may allocate, where the system can limit it (Linux)."""
+"""Bytes that rendering may allocate (enforced on Linux)."""
 
 
 def limit_memory() -> None:
@@ -26,7 +26,7 @@ def limit_memory() -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and kills this
     from transformers.utils.chat_template_utils import render_jinja_template
 
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
@@ -46,16 +46,16 @@ def main() -> None:
         )
         text, limit = str(rendered[0]), setup["max_characters"]
         if len(text) > limit:
-            raise ValueError(f"it makes {len(text)} characters of them, more than {limit}")
+            raise ValueError(f"it renders {len(text)} characters, more than {limit}")
         return text
 
     reply(status="ready")
     for line in requests:
-        if hasattr(signal, "alarm"):  # should the parent be gone: ends this process, loop or not
+        if hasattr(signal, "alarm"):  # ends this process if the parent is gone
             signal.alarm(setup["alarm"])
         try:
             reply(text=render(json.loads(line)))
-        except Exception as error:  # whatever a template can raise
+        except Exception as error:  # templates can raise anything
             reply(error=f"{error}" or type(error).__name__)
         if hasattr(signal, "alarm"):
             signal.alarm(0)
