@@ -26,7 +26,7 @@ from benchmarks.harness import (
 )
 from benchmarks.results import Row
 from benchmarks.training import neox, ours
-from tokenformer.models.quantization import round_tokens
+from tokenformer.models.quantization import quantize_model
 
 SIZES = {"27m": (3, 8192), "124m": (12, 50304)}
 """Layers and vocabulary, at width 768."""
@@ -48,7 +48,7 @@ def measure_case(options: Namespace) -> list[Row]:
     size = models["auto"].num_parameters()
     models["bf16"] = ours("auto", options).bfloat16()
     models["int8"] = ours("auto", options)
-    round_tokens(models["int8"])
+    quantize_model(models["int8"])
     models["GPT-NeoX"] = neox(size, options)
     ids = torch.randint(options.vocab, (options.batch, options.context))
     cache = 2 * options.layers * options.width * options.batch * options.context

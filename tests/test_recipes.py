@@ -8,7 +8,7 @@ import yaml
 
 from tokenformer.cli import VERBS, load
 from tokenformer.cli.parser import parse
-from tokenformer.models.catalogue import blank
+from tokenformer.models.model_classes import build_on_meta
 from tokenformer.train.image_workload import IMAGE_FAMILIES
 from tokenformer.train.options import ModelOptions
 from tokenformer.train.text_workload import TEXT_FAMILIES
@@ -35,7 +35,7 @@ def test_recipe(path: Path) -> None:
     if not of_text and model.preset is None:  # else read off the images
         given |= {"image_size": 28, "num_channels": 1}
     config = config_class.from_preset(model.preset, **given) if model.preset else None
-    assert blank(config or config_class(**given)).num_parameters() > 100_000
+    assert build_on_meta(config or config_class(**given)).num_parameters() > 100_000
 
 
 def test_there_are_recipes():

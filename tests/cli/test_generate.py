@@ -168,7 +168,7 @@ def test_in_eight_bits_it_says_the_same(parrot, neox, monkeypatch, capsys):
     assert "".join(generate(monkeypatch, parrot, *arguments)).startswith(SENTENCE)
     for model, bits, reason in (
         (parrot, 4, "--bits 4: tokens are rounded to 8 bits or not at all"),
-        (neox, 8, "GPTNeoXForCausalLM has no tokens to keep in int8"),
+        (neox, 8, "GPTNeoXForCausalLM has no tokens to quantize"),
     ):
         with pytest.raises(SystemExit) as end:
             generate(monkeypatch, model, "--prompt", "So", "--bits", bits)

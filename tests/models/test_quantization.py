@@ -1,4 +1,4 @@
-"""Numbers in int8: what they compute, where they are kept, and who refuses them."""
+"""Int8 weights: outputs, saving and loading, refusals."""
 
 import re
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
 import tokenformer
+from tests.support.decoding import record_native_decoding
 from tokenformer.layers import Pattention
 from tokenformer.layers.int8 import Int8Pattention, dequantize, quantize
-from tokenformer.models import language, native_decoder
 from tokenformer.models.loading import load_for_training
 from tokenformer.ops.backends.native.library import library
 
@@ -31,7 +31,7 @@ def prompt(length: int = 20) -> torch.Tensor:
     return torch.randint(1, 61, (1, length), generator=torch.Generator().manual_seed(1))
 
 
-def test_rounding_keeps_every_row_to_half_a_step():
+def test_rounding_error_is_at_most_half_a_step():
     matrix = torch.randn(40, 30) * torch.logspace(-6, 6, 40)[:, None]
     matrix[7] = 0
     numbers, scales = quantize(matrix)
@@ -43,8 +43,8 @@ def test_rounding_keeps_every_row_to_half_a_step():
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_layer_is_that_of_its_quantized_tokens(rows, dtype):
-    """Few rows from the numbers as they are, many by a matrix of them, gradients of x by it too."""
+def test_a_layer_matches_its_dequantized_tokens(rows, dtype):
+    """Few rows read int8 directly; many rows, and gradients of x, dequantize first."""
     torch.manual_seed(0)
     layer = Pattention(24, 16, 50, theta="gelu_l2", eps=1e-3, scale_tokens=33.0).to(dtype)
     int8 = Int8Pattention(layer)
@@ -63,13 +63,13 @@ def test_a_layer_is_that_of_its_quantized_tokens(rows, dtype):
     torch.testing.assert_close(x.grad.double(), wide.grad, **close)
 
 
-def test_a_model_is_quantized_as_it_is_loaded_and_stays_so(folder, tmp_path):
+def test_a_model_is_quantized_on_loading_and_saved_in_int8(folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder)
     small = AutoModelForCausalLM.from_pretrained(folder, quantization_config=INT8)
     ids = prompt()
     with torch.no_grad():
         wanted, found = model(ids).logits, small(ids).logits
-    # Of these wild weights; what it costs real ones is measured in docs/results/performance.md.
+    # For these large random weights; docs/results/performance.md has a trained model.
     assert 1e-4 < (found - wanted).norm() / wanted.norm() < 0.05
     assert bytes_of(small) < 0.3 * bytes_of(model)
     small.save_pretrained(tmp_path / "small")
@@ -89,8 +89,8 @@ def bytes_of(model: Any) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("way", ["quantized", "kept", "cast"])
-def test_speaking_says_what_reading_says(folder, dtype, way, tmp_path, monkeypatch):
-    """As it is loaded, from a folder of int8, and given another type afterwards."""
+def test_decoding_matches_a_full_forward(folder, dtype, way, tmp_path, monkeypatch):
+    """Quantized on loading, loaded from an int8 folder, and cast afterwards."""
     first = torch.float32 if way == "cast" else dtype
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=INT8, dtype=first)
     if way == "kept":
@@ -99,19 +99,14 @@ def test_speaking_says_what_reading_says(folder, dtype, way, tmp_path, monkeypat
     elif way == "cast":
         model.to(dtype)
     assert model.lm_head.scales.dtype == model.model.layers[0].ffn.key_scales.dtype == torch.float32
-    taken: list[bool] = []
-    monkeypatch.setattr(
-        language,
-        "decode_token",
-        lambda *a: taken.append((s := native_decoder.decode_token(*a)) is not None) or s,
-    )
+    native = record_native_decoding(monkeypatch)
     bounds = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
-    said = model.generate(prompt(), output_logits=True, return_dict_in_generate=True, **bounds)
+    output = model.generate(prompt(), output_logits=True, return_dict_in_generate=True, **bounds)
     with torch.no_grad():
-        wanted = model(said.sequences, use_cache=False).logits[0, 19:-1].float()
-    assert taken == [False] + (29 * [library() is not None]) + [False]
+        wanted = model(output.sequences, use_cache=False).logits[0, 19:-1].float()
+    assert native == [False] + (29 * [library() is not None]) + [False]
     share = 0.03 if dtype == torch.bfloat16 else 1e-5
-    assert (torch.cat(said.logits) - wanted).abs().max() < share * wanted.abs().max()
+    assert (torch.cat(output.logits) - wanted).abs().max() < share * wanted.abs().max()
 
 
 def test_batches_and_beams(folder):
@@ -136,8 +131,8 @@ def test_images(tmp_path):
     torch.testing.assert_close(small(images).logits, model(images).logits, rtol=0.05, atol=0.02)
 
 
-def test_what_cannot_be_had_is_told(make_model, folder, tmp_path):
-    with pytest.raises(ValueError, match="bits=4 is not to be had"):
+def test_unsupported_uses_are_refused(make_model, folder, tmp_path):
+    with pytest.raises(ValueError, match="bits=4 is not supported"):
         tokenformer.TokenQuantization(bits=4)
     make_model("transformer").float().save_pretrained(tmp_path / "transformer")
     with pytest.raises(ValueError, match="has no tokens"):

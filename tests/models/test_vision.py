@@ -26,7 +26,7 @@ from tokenformer.models.accounting import (
     image_forward_flops,
     image_training_flops,
 )
-from tokenformer.models.catalogue import MODELS
+from tokenformer.models.model_classes import MODEL_CLASSES
 
 WITHOUT_FINAL_NORM = {
     ("tokenformer", "base-match"): 86_446_312,
@@ -58,7 +58,7 @@ def make(family: str, **options: Any) -> Any:
     }
     torch.manual_seed(0)
     config = config_class(family)(**{**shape, **options})
-    model = MODELS[type(config)](config).double().eval()
+    model = MODEL_CLASSES[type(config)](config).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.5)
@@ -73,7 +73,7 @@ def images(size: int = 12, count: int = 3) -> torch.Tensor:
 def test_presets_have_the_published_sizes(family: str, name: str) -> None:
     config = config_class(family).from_preset(name)
     with torch.device("meta"):
-        built = MODELS[type(config)](config).num_parameters()
+        built = MODEL_CLASSES[type(config)](config).num_parameters()
     assert built == WITHOUT_FINAL_NORM[family, name] + 2 * config.hidden_size
     assert built == sum(count_parameters(config).values())
 
@@ -221,11 +221,11 @@ def test_hidden_states_attentions_and_checkpointing(family: str) -> None:
 
 def test_every_parameter_has_a_first_value(family: str) -> None:
     """Also those made on the meta device and drawn module by module, as a run does."""
-    from tokenformer.train.parallel.meta_init import draw_weights
+    from tokenformer.train.parallel.meta_init import init_weights
 
     with torch.device("meta"):
-        model = MODELS[config_class(family)](make(family).config)
-    draw_weights(model, 0, torch.device("cpu"))
+        model = MODEL_CLASSES[config_class(family)](make(family).config)
+    init_weights(model, 0, torch.device("cpu"))
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert model.model.embed_patches.class_token.std().item() == pytest.approx(0.02, rel=0.6)
     assert model.classifier.bias.abs().max() == 0
@@ -297,7 +297,7 @@ def test_trainer_trains(family: str, tmp_path: Path) -> None:
         str(tmp_path), max_steps=30, per_device_train_batch_size=8, learning_rate=1e-2,
         report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no",
     )  # fmt: skip
-    trainer = Trainer(MODELS[type(config)](config), arguments, train_dataset=Stripes())
+    trainer = Trainer(MODEL_CLASSES[type(config)](config), arguments, train_dataset=Stripes())
     trainer.train()
     predicted = trainer.predict(Stripes()).predictions.argmax(1)
     assert (predicted == np.arange(32) % 2).all()

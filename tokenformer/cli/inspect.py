@@ -127,13 +127,13 @@ def load_config(model: str) -> "LanguageConfig | VisionConfig":
     name, size = model.lower(), model.lower().removeprefix(TRANSFORMER_PREFIX)
     folder = None if is_preset(name, size) else config_folder(model)
 
-    from tokenformer.models.catalogue import MODELS
     from tokenformer.models.configuration import (
         TokenformerConfig,
         TokenformerVisionConfig,
         TransformerConfig,
         TransformerVisionConfig,
     )
+    from tokenformer.models.model_classes import CONFIG_CLASSES
 
     if name in TOKENFORMER_PRESETS:
         return TokenformerConfig.from_preset(name)
@@ -145,12 +145,11 @@ def load_config(model: str) -> "LanguageConfig | VisionConfig":
         return TransformerVisionConfig.from_preset(size)
     options = read_config(folder)
     # Chosen from our own classes, so that nothing a config.json names is ever imported.
-    classes = {known.model_type: known for known in MODELS}
     kind = options.get("model_type")
-    if not isinstance(kind, str) or kind not in classes:
-        raise InputError(f"{folder} has model_type {kind!r}; accepted are {', '.join(classes)}")
+    if not isinstance(kind, str) or kind not in CONFIG_CLASSES:
+        raise InputError(f"{folder} has model_type {kind!r}; accepted are {', '.join(CONFIG_CLASSES)}")
     try:
-        return classes[kind].from_dict(options)
+        return CONFIG_CLASSES[kind].from_dict(options)
     except (ValueError, TypeError, AttributeError) as error:
         raise InputError(f"{folder / CONFIG}: {' '.join(str(error).split())}") from None
 

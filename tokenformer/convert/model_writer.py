@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tokenformer.models.catalogue import blank
+from tokenformer.models.model_classes import build_on_meta
 from tokenformer.train.checkpoint.tensors import storable
 
 SHARD = "2GB"
@@ -18,7 +18,7 @@ def write_folder(
     """Tensors that are memory-mapped go straight from their file into the new one. The preprocessor
     is a tokenizer or an image processor."""
     dtype = next(iter(tensors.values())).dtype
-    model = blank(config).to(dtype)
+    model = build_on_meta(config).to(dtype)
     model.save_pretrained(out, state_dict=storable(tensors, copy=False), max_shard_size=SHARD)
     if preprocessor is not None:
         preprocessor.save_pretrained(out)

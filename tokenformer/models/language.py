@@ -1,7 +1,7 @@
-"""The causal language models: TokenFormer and, in the same code, its plain-Transformer twin.
+"""The causal language models: TokenFormer and the Transformer baseline, in the same code.
 
 Both are native Hugging Face models: `from_pretrained`, `save_pretrained`, `generate`, Trainer,
-gradient checkpointing and attention by name work as for any other.
+gradient checkpointing and attention kernels by name work as for any other.
 
     config = TokenformerConfig.from_preset("124m")
     model = TokenformerForCausalLM(config)
@@ -51,7 +51,7 @@ class LanguageModel(LanguagePreTrainedModel):
     """Embedding, blocks and final norm, without a head."""
 
     projections: Projections
-    """All in which the models differ."""
+    """Builds the projections, the only difference between TokenFormer and Transformer."""
 
     def __init__(self, config: LanguageConfig) -> None:
         super().__init__(config)
@@ -95,10 +95,10 @@ class LanguageModel(LanguagePreTrainedModel):
             position_ids=position_ids,
         )
         hidden, rotation = self.positions(inputs_embeds, position_ids)
-        stepped = decode_token(self, hidden, rotation, causal_mask, past_key_values)
-        if stepped is not None:
-            hidden = stepped
-        else:
+        decoded = None
+        if self._is_decoding(hidden, past_key_values):
+            decoded = decode_token(self, hidden, rotation, causal_mask, past_key_values)
+        if decoded is None:
             for layer in self.layers:
                 hidden = layer(
                     hidden,
@@ -108,7 +108,17 @@ class LanguageModel(LanguagePreTrainedModel):
                     **options,
                 )
         return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden), past_key_values=past_key_values
+            last_hidden_state=self.norm(hidden if decoded is None else decoded),
+            past_key_values=past_key_values,
+        )
+
+    def _is_decoding(self, hidden: Tensor, past_key_values: Cache | None) -> bool:
+        """Whether this is one new token at batch 1, which native code may run."""
+        return (
+            not self.training
+            and past_key_values is not None
+            and not torch.compiler.is_compiling()
+            and hidden.shape[:2] == (1, 1)
         )
 
 
@@ -144,8 +154,8 @@ class LanguageModelForCausalLM(LanguagePreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **options: Any,
     ) -> CausalLMOutputWithPast:
-        """`labels` are the inputs themselves (the shift happens here), -100 where no loss counts;
-        `logits_to_keep` asks for the logits of the last so many positions, or of those given."""
+        """`labels` are the input ids (they are shifted here), with -100 where the loss is ignored.
+        `logits_to_keep` limits the logits to the last positions, or to those given."""
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -170,12 +180,12 @@ class LanguageModelForCausalLM(LanguagePreTrainedModel, GenerationMixin):
 
 
 def make_position_ids(embeds: Tensor, mask: Any, past_key_values: Cache | None) -> Tensor:
-    """Count positions from the first token that is not padding, where a padding mask tells."""
-    seen = past_key_values.get_seq_length() if past_key_values is not None else 0
-    places = torch.arange(embeds.shape[1], device=embeds.device) + seen  # [T]
-    if isinstance(mask, Tensor) and mask.ndim == 2:  # of what was seen, what is new, and maybe more
-        return (mask.long().cumsum(-1) - 1).clamp_min(0)[:, places]  # [B, T]
-    return places.unsqueeze(0)  # [1, T]
+    """Positions from 0, counted from the first token that a 2-d mask does not mask out."""
+    cached = past_key_values.get_seq_length() if past_key_values is not None else 0
+    indices = torch.arange(embeds.shape[1], device=embeds.device) + cached  # [T]
+    if isinstance(mask, Tensor) and mask.ndim == 2:  # cached and new tokens, and maybe more
+        return (mask.long().cumsum(-1) - 1).clamp_min(0)[:, indices]  # [B, T]
+    return indices.unsqueeze(0)  # [1, T]
 
 
 class TokenformerModel(LanguageModel):
@@ -201,7 +211,7 @@ class TransformerModel(LanguageModel):
 
 
 class TransformerForCausalLM(LanguageModelForCausalLM):
-    """The Transformer baseline: the same language model with weight matrices and an MLP."""
+    """The Transformer baseline: the same language model with linear projections and an MLP."""
 
     config: TransformerConfig
     backbone = TransformerModel

@@ -80,15 +80,15 @@ def load_for_training(model_class: Any, folder: str) -> Any:
 
 def load_tokens(folder: Path, *, verify: bool = True) -> Any:
     """A TokenFormer from its folder, in eval mode, for commands that work on its tokens."""
-    from tokenformer.models.catalogue import MODELS
     from tokenformer.models.configuration import TokenConfig
+    from tokenformer.models.model_classes import MODEL_CLASSES
 
     if not (folder / "config.json").exists():
         raise TokenformerError(f"{folder} is not a model folder: it has no config.json")
     config = load_config(str(folder))
     if not isinstance(config, TokenConfig):
         raise TokenformerError(f"{folder} is a {config.model_type} model, not a TokenFormer")
-    return load_whole(MODELS[type(config)], str(folder), verify=verify).eval()
+    return load_whole(MODEL_CLASSES[type(config)], str(folder), verify=verify).eval()
 
 
 def load_config(name: str) -> Any:
@@ -151,9 +151,9 @@ def check_generation(folder: Path) -> None:
 
 def compare(folder: Path, config: Any, stored: dict[str, StoredTensor]) -> None:
     """Refuse tensors that are missing, of another shape or not of floating point."""
-    from tokenformer.models.catalogue import blank
     from tokenformer.models.configuration import QUANTIZATION_METHOD
-    from tokenformer.models.quantization import round_tokens
+    from tokenformer.models.model_classes import build_on_meta
+    from tokenformer.models.quantization import quantize_model
 
     quantization = getattr(config, "quantization_config", None) or {}
     method = quantization if isinstance(quantization, dict) else quantization.to_dict()
@@ -162,9 +162,9 @@ def compare(folder: Path, config: Any, stored: dict[str, StoredTensor]) -> None:
     if config.num_hidden_layers > len(stored):  # before building them all
         layers = f"{config.num_hidden_layers:,} layers"
         raise IncompleteModelError(folder, f"config.json has {layers}, the weights do not")
-    model = blank(config)
+    model = build_on_meta(config)
     if quantization:
-        round_tokens(model)
+        quantize_model(model)
     prefix = f"{model.base_model_prefix}."  # a model without a head is saved without it
     found = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
     tied = set(model.all_tied_weights_keys)

@@ -1,15 +1,15 @@
-"""Models with int8 tokens, by one option of `from_pretrained`:
+"""Int8 weights, by one option of `from_pretrained`:
 
     model = TokenformerForCausalLM.from_pretrained(folder, quantization_config=TokenQuantization())
-    model.save_pretrained(smaller)          # from there it loads as it is, without the option
+    model.save_pretrained(smaller)          # loads in int8 without the option
 
-The token matrices, the embeddings and the output head are rounded; norms, positions and whatever
-else is small stay as they are.
+Parameter tokens, embeddings and the output head are quantized; norms and positions are not.
 """
 
 from typing import Any
 
 from torch import nn
+from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -30,27 +30,29 @@ class TokenQuantization(QuantizationConfigMixin):
 
     def __init__(self, bits: int = 8, **_: Any) -> None:
         if bits != 8:
-            raise ValueError(f"bits={bits} is not to be had; tokens are kept in 8 bits")
+            raise ValueError(f"bits={bits} is not supported; only 8 is")
         self.quant_method = METHOD
         self.bits = bits
 
 
 @register_quantizer(METHOD)
 class TokenQuantizer(HfQuantizer):
-    """How transformers makes and loads such models."""
+    """Builds and loads quantized models for transformers."""
 
     def _process_model_before_weight_loading(self, model: Any, **options: Any) -> None:
         placed = options.get("device_map")
         if isinstance(placed, dict) and len(set(placed.values())) > 1:
-            raise ValueError("int8 is for models on one device; leave device_map out, or name one")
+            raise ValueError(
+                "an int8 model runs on one device; leave out device_map, or name one"
+            )
         if self.pre_quantized:
-            round_tokens(model)  # on the meta device: the numbers come from the file
+            quantize_model(model)  # on the meta device: the int8 weights come from the file
         elif not any(isinstance(module, Pattention) for module in model.modules()):
-            raise ValueError(f"{type(model).__name__} has no tokens to keep in int8")
+            raise ValueError(f"{type(model).__name__} has no tokens to quantize")
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
         if not self.pre_quantized:
-            round_tokens(model)
+            quantize_model(model)
         return model
 
     def is_serializable(self) -> bool:
@@ -61,10 +63,11 @@ class TokenQuantizer(HfQuantizer):
         return False
 
 
-def round_tokens(model: Any) -> None:
-    """One layer after the other, so that there is never much more in memory than the model."""
+def quantize_model(model: PreTrainedModel) -> None:
+    """Quantize a model in place, layer by layer, so that the peak memory is little more than the
+    model."""
     if any(isinstance(module, ShardedPattention) for module in model.modules()):
-        raise ValueError("tokens that are spread over processes cannot be rounded to int8")
+        raise ValueError("tokens sharded over processes cannot be quantized to int8")
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
             if type(module) is Pattention:
@@ -77,7 +80,7 @@ def round_tokens(model: Any) -> None:
 
 
 def tie_scales(model: Any) -> None:
-    """Where the output head is the embedding, so are its numbers."""
+    """Tie the int8 weights and scales of an output head that is tied to the embedding."""
     for target, source in list(model.all_tied_weights_keys.items()):
         names = [key.removesuffix(".weight") for key in (target, source)]
         head, embedding = (model.get_submodule(name) for name in names)

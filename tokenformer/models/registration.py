@@ -18,18 +18,18 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import ClassVar
 
-CONFIGURATIONS = ("tokenformer.models.configuration",)
-MODELS = (
+CONFIGURATION_MODULES = ("tokenformer.models.configuration",)
+MODEL_MODULES = (
     "tokenformer.models.language",
     "tokenformer.models.vision",
     "tokenformer.models.quantization",
 )
 FOLLOWERS = {
-    "transformers.models.auto.configuration_auto": CONFIGURATIONS,
-    "transformers.models.auto.modeling_auto": MODELS,
-    "transformers.modeling_layers": MODELS,
+    "transformers.models.auto.configuration_auto": CONFIGURATION_MODULES,
+    "transformers.models.auto.modeling_auto": MODEL_MODULES,
+    "transformers.modeling_layers": MODEL_MODULES,
     "transformers.models.auto.image_processing_auto": ("tokenformer.models.image_processing",),
-    "tokenformer.models.backbone": MODELS,
+    "tokenformer.models.backbone": MODEL_MODULES,
 }
 
 

@@ -1,9 +1,9 @@
-"""What `save_pretrained` writes beside the weights: a loader stub, checksums and a model card.
+"""Files that `save_pretrained` adds to the weights: a loader stub, checksums and a model card.
 
-Transformers does not know our model types. With `import tokenformer` it does; without it,
+Transformers knows our model types after `import tokenformer`. Without it,
 `from_pretrained(folder, trust_remote_code=True)` follows the `auto_map` of config.json to a stub in
-the folder, which imports the package. Classes that are registered take precedence over `auto_map`,
-so the stub does not run where tokenformer is imported, nor in any command of ours.
+the folder, which imports the package. Registered classes take precedence over `auto_map`, so the
+stub does not run where tokenformer is imported, nor in any of our commands.
 """
 
 from collections.abc import Iterator
@@ -11,29 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tokenformer.models.backbone import BlockPreTrainedModel
 from tokenformer.models.block_configuration import StubMap
 from tokenformer.models.checksums import write_checksums
 from tokenformer.models.configuration import VisionConfig
 from tokenformer.models.model_card import STUB, read_history, write_card
+from tokenformer.models.model_classes import MODEL_CLASSES
 from tokenformer.models.weight_files import remove_stale_weights
 
-CLASSES = {
-    "TokenformerConfig": {
-        "AutoModel": "TokenformerModel",
-        "AutoModelForCausalLM": "TokenformerForCausalLM",
-    },
-    "TransformerConfig": {
-        "AutoModel": "TransformerModel",
-        "AutoModelForCausalLM": "TransformerForCausalLM",
-    },
-    "TokenformerVisionConfig": {
-        "AutoModelForImageClassification": "TokenformerForImageClassification",
-    },
-    "TransformerVisionConfig": {
-        "AutoModelForImageClassification": "TransformerForImageClassification",
-    },
-}
-"""The classes of each configuration that the Auto classes load, by their public names."""
 PROCESSOR = "TokenformerImageProcessor"
 SOURCE = '''\
 """Loads this model with the tokenformer package: there is no model code in this file."""
@@ -47,14 +32,26 @@ except ImportError as error:
 
 __all__ = {quoted}
 '''
-RESAVED = "Saved again from Python; what was done to the weights in between is not recorded here."
+RESAVED = "Saved again from Python; changes to the weights in between are not recorded here."
+
+
+def auto_classes(config: Any) -> dict[str, str]:
+    """Return the public names that each Auto class loads for a configuration; none for a class
+    that a user derived from ours."""
+    model_class = MODEL_CLASSES.get(type(config))
+    if model_class is None:
+        return {}
+    name = model_class.__name__
+    if isinstance(config, VisionConfig):
+        return {"AutoModelForImageClassification": name}
+    return {"AutoModel": model_class.backbone.__name__, "AutoModelForCausalLM": name}
 
 
 @contextmanager
 def auto_mapped(config: Any) -> Iterator[None]:
-    """The configuration with the `auto_map` of our stub, while it is saved."""
-    classes = CLASSES.get(type(config).__name__)
-    if classes is None:  # of a class that a user derived from ours
+    """Point the `auto_map` of a configuration to our stub while it is saved."""
+    classes = auto_classes(config)
+    if not classes:
         yield
         return
     before = getattr(config, "auto_map", None)
@@ -76,13 +73,12 @@ def write_stub(folder: Path, names: list[str]) -> None:
     (folder / STUB).write_text(source, encoding="utf-8")
 
 
-def complete(model: Any, folder: Path) -> None:
+def complete(model: BlockPreTrainedModel, folder: Path) -> None:
     """Add the stub, the checksums and the card to a folder that `model` was just saved to, and
     remove the weights of an earlier save."""
-    name = type(model.config).__name__
-    if name in CLASSES:
+    if classes := auto_classes(model.config):
         processor = [PROCESSOR] if isinstance(model.config, VisionConfig) else []
-        write_stub(folder, [name, *CLASSES[name].values(), *processor])
+        write_stub(folder, [type(model.config).__name__, *classes.values(), *processor])
     remove_stale_weights(folder)
     write_checksums(folder)
     loaded_from = Path(model.name_or_path)

@@ -1,10 +1,10 @@
-// One token of text at a time, where all there is to do is to read the parameter tokens: each is
-// read once, in the order of memory, by one of the threads. `library.py` builds and loads this.
+// Kernels for decoding on a CPU, which is memory-bound: each parameter token is read once, in
+// memory order, by one thread. `library.py` builds and loads this file.
 //
 // Rows, weights and sums are fp32. Parameter tokens are fp32, bf16, or int8 with a scale each; the
-// cache of attention is fp32 or bf16. Each thread reads from two places in turn, the beginning and
-// the middle of its share, a whole token at a time: more places at once, or smaller bites, and
-// memory serves them at half the speed; a single one, and it is a tenth slower.
+// KV cache is fp32 or bf16. Each thread alternates between two streams, the first and the second
+// half of its share, a whole token at a time. More streams or smaller pieces halve the memory
+// bandwidth; a single stream is 10 % slower.
 
 #include <cmath>
 #include <cstdint>
@@ -18,7 +18,7 @@ static int omp_get_thread_num() { return 0; }
 
 enum Theta { L2_GELU, GELU_L2, L1_GELU, SOFTMAX };  // in the order of THETAS
 
-// These structs stand again in library.py, field by field.
+// library.py mirrors these structs field by field.
 struct Rule {
   int theta, is_tanh;
   float eps;
@@ -40,11 +40,11 @@ struct Norm {
 struct Block {
   Norm attention_norm, ffn_norm;
   Tokens q, k, v, o, ffn;
-  void *cached_keys, *cached_values;  // [kv_heads, room, head_dim]
+  void *cached_keys, *cached_values;  // [kv_heads, capacity, head_dim]
 };
 
 struct Shape {
-  long width, heads, kv_heads, head_dim, rotary_dim, seen, room;
+  long width, heads, kv_heads, head_dim, rotary_dim, length, capacity;  // length: tokens cached
   float scaling;
   int is_parallel;
 };
@@ -91,7 +91,7 @@ static void wait_for_all() {
 
 template <typename T>
 static float dot(const float *a, const T *b, long width) {
-  const int LANES = 64;  // so many sums at once: each waits four cycles for its last addition
+  const int LANES = 64;  // independent sums: an addition has a latency of four cycles
   float lanes[LANES] = {}, total = 0;
   long j = 0;
   for (; j + LANES <= width; j += LANES) {
@@ -118,7 +118,7 @@ static void add_two(float *sum, float weight, const T *token, float other_weight
     sum[j] += weight * wide(token[j]) + other_weight * wide(other[j]);
 }
 
-// x [rows, width] times my tokens [n, width], transposed -> scores [rows, n].
+// x [rows, width] times this thread's tokens [n, width], transposed -> scores [rows, n].
 template <typename T>
 static void score(const float *x, long rows, long width, const T *tokens, const float *scales,
                   long n, float *scores) {
@@ -132,7 +132,7 @@ static void score(const float *x, long rows, long width, const T *tokens, const 
       }
 }
 
-// weights [rows, n] times my tokens [n, width], added to sums [rows, width].
+// weights [rows, n] times this thread's tokens [n, width], added to sums [rows, width].
 template <typename T>
 static void mix(const float *weights, long rows, long n, const T *tokens, const float *scales,
                 long width, float *sums) {
@@ -153,11 +153,11 @@ static void mix(const float *weights, long rows, long n, const T *tokens, const 
 
 static float gelu(float a, int is_tanh) {
   if (is_tanh) return 0.5f * a * (1 + std::tanh(0.7978845608f * (a + 0.044715f * a * a * a)));
-  return 0.5f * a * (1 + std::erf(a * 0.7071067812f));  // as torch has it, zero where that is
+  return 0.5f * a * (1 + std::erf(a * 0.7071067812f));  // underflows where torch's does
 }
 
-// What my scores of a row add to the norm. `gelu_l2` and `softmax` turn the scores into weights on
-// the way, up to a factor; `top` is the largest score of softmax.
+// Returns this thread's part of a row's norm. `gelu_l2` and `softmax` also turn the scores into
+// weights, up to a factor; `top` is the largest score, for softmax.
 static float begin_weights(float *scores, Range mine, Rule by, float *top) {
   float total = 0;
   *top = -INFINITY;
@@ -170,7 +170,7 @@ static float begin_weights(float *scores, Range mine, Rule by, float *top) {
 #pragma omp simd reduction(+ : total)
     for (long i = mine.start; i < mine.stop; i++) total += std::fabs(scores[i]);
   } else {
-    double sum = 0;  // in this order, fp32 would lose digits
+    double sum = 0;  // a sequential fp32 sum would lose digits
     for (long i = mine.start; i < mine.stop; i++) *top = std::fmax(*top, scores[i]);
     for (long i = mine.start; i < mine.stop; i++) sum += scores[i] = std::exp(scores[i] - *top);
     total = (float)sum;
@@ -178,7 +178,8 @@ static float begin_weights(float *scores, Range mine, Rule by, float *top) {
   return total;
 }
 
-// With the totals and tops of all threads, `stride` apart: the weights of my tokens.
+// Finishes the weights of this thread's tokens from the totals and tops of all threads, `stride`
+// apart.
 static void end_weights(float *scores, Range mine, Rule by, float scale, const float *totals,
                         const float *tops, long stride) {
   int threads = omp_get_num_threads(), me = omp_get_thread_num();
@@ -192,14 +193,14 @@ static void end_weights(float *scores, Range mine, Rule by, float scale, const f
     for (int t = 0; t < threads; t++) total += totals[t * stride];
     float norm = by.theta == L1_GELU ? total : std::sqrt(total);
     float root = by.theta == L1_GELU ? scale : std::sqrt(scale);
-    factor = norm < 1.0842022e-19f ? 0 : root / (norm + by.eps);  // as theta.py has zero rows
+    factor = norm < 1.0842022e-19f ? 0 : root / (norm + by.eps);  // zero rows as in theta.py
   }
   for (long i = mine.start; i < mine.stop; i++) scores[i] *= factor;
   if (by.theta == L2_GELU || by.theta == L1_GELU)
     for (long i = mine.start; i < mine.stop; i++) scores[i] = gelu(scores[i], by.is_tanh);
 }
 
-// What the threads share while they work on some Pattentions of one input.
+// Buffers that the threads share while they compute several Pattentions of one input.
 struct Work {
   float *scores;  // [rows, all tokens]
   float *totals;  // [threads, most Pattentions * rows]
@@ -207,7 +208,7 @@ struct Work {
   float *sums;    // [threads, rows, all outputs]
 };
 
-// The Pattentions `of[0..count)` of x [rows, d_in] -> outs[0..count), each [rows, d_out].
+// Computes the Pattentions `of[0..count)` of x [rows, d_in] -> outs[0..count), each [rows, d_out].
 template <typename T>
 static void attend_tokens(const float *x, long rows, const Tokens *const *of, float *const *outs,
                           int count, Rule by, Work work) {
@@ -252,8 +253,8 @@ static void attend_tokens(const float *x, long rows, const Tokens *const *of, fl
   wait_for_all();
 }
 
-// Layer norm or RMS norm of x -> out, by every thread for itself.
-static void normalise(const float *x, long width, Norm by, float *out) {
+// Layer norm or RMS norm of x -> out; every thread computes all of it.
+static void normalize(const float *x, long width, Norm by, float *out) {
   float mean = 0, square = 0;
   if (!by.is_rms) {
 #pragma omp simd reduction(+ : mean)
@@ -276,14 +277,14 @@ static void rotate(float *head, const float *cos, const float *sin, long dim) {
   }
 }
 
-// My heads of one query over all that is cached -> out [heads, head_dim].
+// Attention of this thread's heads of one query over the KV cache -> out [heads, head_dim].
 template <typename C>
 static void attend_context(const float *queries, const Block &block, const Shape &shape,
                            float *scores, float *out) {
   Range mine = my_share(shape.heads);
-  long length = shape.seen + 1, size = shape.head_dim;
+  long length = shape.length + 1, size = shape.head_dim;
   for (long h = mine.start; h < mine.stop; h++) {
-    long from = h / (shape.heads / shape.kv_heads) * shape.room * size;
+    long from = h / (shape.heads / shape.kv_heads) * shape.capacity * size;
     const C *keys = (const C *)block.cached_keys + from;
     const C *values = (const C *)block.cached_values + from;
     float *weights = scores + h * length, *head = out + h * size, top = -INFINITY;
@@ -299,15 +300,15 @@ static void attend_context(const float *queries, const Block &block, const Shape
   }
 }
 
-// The new key and value of my heads, behind those already there.
+// Rotates the new keys of this thread's heads and appends keys and values to the KV cache.
 template <typename C>
-static void remember(float *keys, const float *values, const float *cos, const float *sin,
+static void append_to_cache(float *keys, const float *values, const float *cos, const float *sin,
                      const Block &block, const Shape &shape) {
   Range mine = my_share(shape.kv_heads);
   long size = shape.head_dim;
   for (long h = mine.start; h < mine.stop; h++) {
     rotate(keys + h * size, cos, sin, shape.rotary_dim);
-    long at = (h * shape.room + shape.seen) * size;
+    long at = (h * shape.capacity + shape.length) * size;
     for (long j = 0; j < size; j++) {
       put(keys[h * size + j], (C *)block.cached_keys + at + j);
       put(values[h * size + j], (C *)block.cached_values + at + j);
@@ -315,37 +316,37 @@ static void remember(float *keys, const float *values, const float *cos, const f
   }
 }
 
-// The new token, hidden [width], through all blocks.
+// Runs the new token, hidden [width], through all blocks.
 template <typename T, typename C>
-static void step(float *hidden, const Block *blocks, long count, const Shape &shape, Rule by,
-                 const float *cos, const float *sin, float *room, Work work) {
+static void decode(float *hidden, const Block *blocks, long count, const Shape &shape, Rule by,
+                 const float *cos, const float *sin, float *scratch, Work work) {
   long width = shape.width, inner = shape.heads * shape.head_dim,
        kv = shape.kv_heads * shape.head_dim;
-  float *normed = room, *queries = normed + omp_get_num_threads() * width,
+  float *normed = scratch, *queries = normed + omp_get_num_threads() * width,
         *keys = queries + inner, *values = keys + kv, *attended = values + kv,
         *out = attended + inner, *scores = out + width;
-  normed += omp_get_thread_num() * width;  // mine; the rest is shared
+  normed += omp_get_thread_num() * width;  // this thread's row; the rest is shared
   Range part = my_share(width), heads = my_share(shape.heads);
   for (const Block *block = blocks; block < blocks + count; block++) {
-    normalise(hidden, width, block->attention_norm, normed);
+    normalize(hidden, width, block->attention_norm, normed);
     const Tokens *qkv[] = {&block->q, &block->k, &block->v};
     float *found[] = {queries, keys, values};
     attend_tokens<T>(normed, 1, qkv, found, 3, by, work);
     for (long h = heads.start; h < heads.stop; h++)
       rotate(queries + h * shape.head_dim, cos, sin, shape.rotary_dim);
-    remember<C>(keys, values, cos, sin, *block, shape);
+    append_to_cache<C>(keys, values, cos, sin, *block, shape);
     wait_for_all();
     attend_context<C>(queries, *block, shape, scores, attended);
     wait_for_all();
     const Tokens *o[] = {&block->o}, *ffn[] = {&block->ffn};
     attend_tokens<T>(attended, 1, o, &out, 1, by, work);
-    if (shape.is_parallel) {  // both branches read the same
-      normalise(hidden, width, block->ffn_norm, normed);
+    if (shape.is_parallel) {  // both branches read the same input
+      normalize(hidden, width, block->ffn_norm, normed);
       wait_for_all();
     }
     for (long j = part.start; j < part.stop; j++) hidden[j] += out[j];
     wait_for_all();
-    if (!shape.is_parallel) normalise(hidden, width, block->ffn_norm, normed);
+    if (!shape.is_parallel) normalize(hidden, width, block->ffn_norm, normed);
     attend_tokens<T>(normed, 1, ffn, &out, 1, by, work);
     for (long j = part.start; j < part.stop; j++) hidden[j] += out[j];
     wait_for_all();
@@ -365,14 +366,14 @@ static void step(float *hidden, const Block *blocks, long count, const Shape &sh
         attend_tokens<T>(x, rows, &tokens, &out, 1, by, work);                                     \
   }                                                                                                \
                                                                                                    \
-  extern "C" void step_##NAME(float *hidden, const Block *blocks, long count, const Shape *shape,  \
-                              Rule by, const float *cos, const float *sin, int is_half,            \
-                              float *room, Work work, int threads) {                               \
+  extern "C" void decode_##NAME(float *hidden, const Block *blocks, long count, const Shape *shape,\
+                                Rule by, const float *cos, const float *sin, int is_half,          \
+                                float *scratch, Work work, int threads) {                          \
     _Pragma("omp parallel num_threads(threads)") {                                                 \
       if (is_half)                                                                                 \
-        step<T, BFloat16>(hidden, blocks, count, *shape, by, cos, sin, room, work);                \
+        decode<T, BFloat16>(hidden, blocks, count, *shape, by, cos, sin, scratch, work);           \
       else                                                                                         \
-        step<T, float>(hidden, blocks, count, *shape, by, cos, sin, room, work);                   \
+        decode<T, float>(hidden, blocks, count, *shape, by, cos, sin, scratch, work);              \
     }                                                                                              \
   }
 

@@ -1,7 +1,7 @@
-"""The library of `kernels.cpp`, built by the machine's own compiler when it is first needed.
+"""Compiles `kernels.cpp` when it is first needed and loads the library.
 
-It takes a second or two, is for the very processor that it was built on, and is kept in the user's
-cache. Where it cannot be built, nothing is lost but speed.
+This takes a second or two. The library is built for this machine's processor and kept in the user's
+cache. If it cannot be built, decoding is slower but works.
 """
 
 import ctypes
@@ -23,8 +23,8 @@ from tokenformer.files import cache_folder
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno"]
-# The first that the compiler takes: Apple's knows no OpenMP, GCC on Arm no -march=native. Vectors
-# of 512 bits, which GCC takes where they are to be had, read memory at two thirds of the speed.
+# The first set that the compiler accepts is used: Apple's has no OpenMP, GCC on Arm no
+# -march=native. The 512-bit vectors that GCC prefers read memory at two thirds of the speed.
 CHOICES = [
     ["-march=native", "-mprefer-vector-width=256", "-fopenmp"],
     ["-march=native", "-fopenmp"],
@@ -33,7 +33,7 @@ CHOICES = [
     [],
 ]
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "i8"}
-"""Of the functions for tokens of that type."""
+"""Suffix of the functions for tokens of a dtype."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ Pointer, Long, Float, Int = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctyp
 
 
 class UntrustedError(OSError):
-    """Code that others could have written."""
+    """The cache folder is writable by other users, who could have put code in it."""
 
 
 class Theta(ctypes.Structure):
@@ -70,10 +70,8 @@ class Block(ctypes.Structure):
 
 class Shape(ctypes.Structure):
     _fields_ = (
-        *(
-            (name, Long)
-            for name in ("width", "heads", "kv_heads", "head_dim", "rotary_dim", "seen", "room")
-        ),
+        *((name, Long) for name in ("width", "heads", "kv_heads", "head_dim", "rotary_dim")),
+        *((name, Long) for name in ("length", "capacity")),
         ("scaling", Float),
         ("is_parallel", Int),
     )
@@ -86,7 +84,7 @@ class Work(ctypes.Structure):
 ARGUMENTS = {
     "linear": [Pointer, Long, Long, Pointer, Pointer, Long, Pointer, Int],
     "pattention": [Pointer, Long, Pointer, Theta, Work, Pointer, Int],
-    "step": [Pointer, Pointer, Long, Pointer, Theta, Pointer, Pointer, Int, Pointer, Work, Int],
+    "decode": [Pointer, Pointer, Long, Pointer, Theta, Pointer, Pointer, Int, Pointer, Work, Int],
 }
 
 
@@ -99,7 +97,7 @@ def function(name: str, dtype: torch.dtype) -> Any:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """None where it cannot be had."""
+    """Return the library, or None if it cannot be built."""
     try:
         return ctypes.CDLL(str(built()))
     except UntrustedError as error:
@@ -110,15 +108,15 @@ def library() -> ctypes.CDLL | None:
 
 
 def built() -> Path:
-    """The library of this source, compiler and processor."""
+    """Return the library for this source, compiler and processor; build it if needed."""
     if os.name != "posix":
         raise OSError("it is built on Linux and macOS only")
     compiler = find_compiler()
     version = subprocess.run(
         [*compiler, "--version"], capture_output=True, check=True, timeout=120
     ).stdout
-    maker = [SOURCE.read_bytes(), version, processor().encode(), repr((FLAGS, CHOICES)).encode()]
-    target = cache() / f"native-{hashlib.sha256(b'|'.join(maker)).hexdigest()[:16]}.so"
+    inputs = [SOURCE.read_bytes(), version, processor().encode(), repr((FLAGS, CHOICES)).encode()]
+    target = cache() / f"native-{hashlib.sha256(b'|'.join(inputs)).hexdigest()[:16]}.so"
     if target.exists() and is_private(target):
         return target
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
@@ -128,13 +126,13 @@ def built() -> Path:
             made = subprocess.run(command, capture_output=True, text=True, timeout=120)
             if made.returncode == 0:
                 part.chmod(0o755)  # under umask 002 it would be writable by the group
-                part.replace(target)  # whole or not at all, whoever else builds it meanwhile
+                part.replace(target)  # atomic: other processes may be building it too
                 return target
     raise OSError(f"{compiler[0]}: {made.stderr.strip().partition(chr(10))[0]}")
 
 
 def find_compiler() -> list[str]:
-    """CXX, which may be a command of several words, or what there is; CXX=false for none."""
+    """Return the command in CXX, or the first compiler found. CXX=false disables native code."""
     named = shlex.split(os.environ.get("CXX", ""))
     for words in [named] if named else [["c++"], ["g++"], ["clang++"]]:
         if shutil.which(words[0]) is not None:
@@ -160,7 +158,7 @@ def is_private(path: Path) -> bool:
 
 
 def processor() -> str:
-    """What `-march=native` depends on: a home may be shared by machines that differ."""
+    """Return what `-march=native` depends on: different machines may share a home folder."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     flags = {line for line in lines if line.startswith(("model name", "flags", "Features"))}

@@ -1,0 +1,45 @@
+"""The model class of each configuration class, with its head."""
+
+from typing import Any
+
+import torch
+
+from tokenformer.models.block_configuration import BlockConfig
+from tokenformer.models.configuration import (
+    TokenformerConfig,
+    TokenformerVisionConfig,
+    TransformerConfig,
+    TransformerVisionConfig,
+)
+from tokenformer.models.language import (
+    LanguageModelForCausalLM,
+    TokenformerForCausalLM,
+    TransformerForCausalLM,
+)
+from tokenformer.models.vision import (
+    TokenformerForImageClassification,
+    TransformerForImageClassification,
+    VisionModelForImageClassification,
+)
+
+HeadModel = LanguageModelForCausalLM | VisionModelForImageClassification
+
+MODEL_CLASSES: dict[type[BlockConfig], type[HeadModel]] = {
+    TokenformerConfig: TokenformerForCausalLM,
+    TransformerConfig: TransformerForCausalLM,
+    TokenformerVisionConfig: TokenformerForImageClassification,
+    TransformerVisionConfig: TransformerForImageClassification,
+}
+CONFIG_CLASSES: dict[str, type[BlockConfig]] = {
+    config_class.model_type: config_class for config_class in MODEL_CLASSES
+}
+"""The configuration class of each `model_type`."""
+
+
+def build_on_meta(config: BlockConfig | dict[str, Any]) -> HeadModel:
+    """Build a model without weights, on the meta device, from a configuration or its dict."""
+    found: Any = config
+    if isinstance(config, dict):
+        found = CONFIG_CLASSES[config["model_type"]].from_dict(config)
+    with torch.device("meta"):
+        return MODEL_CLASSES[type(found)](found)
