@@ -1,14 +1,14 @@
-"""How good a start a pretrained Transformer is for a TokenFormer, beside random weights.
+"""Convert small pretrained Transformers to TokenFormers and compare them with random weights.
 
     python experiments/from-transformer/study.py --out runs/from-transformer
 
-Claim: converted, a Transformer with layer norms loses nothing to speak of before any training, and
-a Llama little; both train on from there. A GPT-NeoX, a GPT-2 and a Llama of transformers, four
-layers of width 128, learn the bytes of Python's standard library for `--steps` steps. Each is
-converted, and its TokenFormer, as well as one of the same size with random weights, is then trained
-for `--more` steps: towards the source's predictions (distilled) or on the text (trained on).
-Everything is measured on files that none has seen. Half an hour on a free core, most of it for the
-sources, which are kept. The result is a table and a row of JSON per model (results.jsonl).
+Claim: a converted Transformer with layer norms keeps its loss before any training, a Llama loses
+little, and both can be trained further. A GPT-NeoX, a GPT-2 and a Llama of transformers, four
+layers of width 128, train on the bytes of Python's standard library for `--steps` steps. Each is
+converted; the result and a TokenFormer of the same size with random weights then train for `--more`
+steps, by distillation from the source or on the text. All losses are on held-out files. Takes half
+an hour on one core, most of it for the sources, which are saved. Output: a table and a row of JSON
+per model (results.jsonl). Results: docs/results/conversion.md.
 """
 
 import argparse
@@ -36,8 +36,8 @@ from tokenformer.train.options import OptimizerOptions, RunOptions, ScheduleOpti
 from tokenformer.train.task import LanguageTask
 
 LENGTH = 128
-RATE, DISTILLING_RATE = 2e-3, 3e-5
-"""From random weights, and from a model that has learned."""
+RATE, DISTILLATION_RATE = 2e-3, 3e-5
+"""For random weights, and for a trained model."""
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 128,
@@ -62,8 +62,8 @@ def new_source(kind: str) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, **own))
 
 
-class AnyLoss(nn.Module):
-    """The loss of any model of transformers: [B, T + 1] token ids -> its sum."""
+class SummedLoss(nn.Module):
+    """Summed loss of any causal language model of transformers, from token ids [B, T + 1]."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -75,13 +75,13 @@ class AnyLoss(nn.Module):
 
 
 @dataclass
-class AnyTask(LanguageTask):
+class TransformersTask(LanguageTask):
     def __post_init__(self) -> None:
-        self.module = AnyLoss(self.model)
+        self.module = SummedLoss(self.model)
         self.tokens_per_sample = self.length
         self.chance_loss = math.log(self.model.config.vocab_size)
         self.flops_per_sample = 6 * self.model.num_parameters() * self.length
-        self.least_activation_bytes = 0  # accounting knows our own models only
+        self.least_activation_bytes = 0  # accounting supports only our own models
 
 
 class Study:
@@ -92,9 +92,9 @@ class Study:
         self.measured = fixed_batches(self.held_out, batch_size=8, length=LENGTH, count=32)
         self.results: list[dict[str, Any]] = []
 
-    def learn(self, model: Any, steps: int, rate: float, batch_size: int) -> None:
+    def train(self, model: Any, steps: int, rate: float, batch_size: int) -> None:
         loop = Loop(
-            AnyTask(model, self.train_tokens, self.held_out, length=LENGTH),
+            TransformersTask(model, self.train_tokens, self.held_out, length=LENGTH),
             OptimizerOptions(learning_rate=rate),
             ScheduleOptions(warmup_steps=min(50, steps // 10)),
             RunOptions(
@@ -107,61 +107,66 @@ class Study:
         folder = self.out / kind
         if not (folder / "config.json").exists():
             model = new_source(kind)
-            self.learn(model, self.steps, RATE, batch_size=16)
+            self.train(model, self.steps, RATE, batch_size=16)
             model.save_pretrained(folder)
         return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
 
-    def tell(self, kind: str, name: str, source: Any, model: Any, **more: Any) -> None:
-        found = compare(source, model, self.measured)
-        row = {"kind": kind, "name": name, "parameters": model.num_parameters(), **asdict(found)}
+    def report(self, kind: str, name: str, source: Any, model: Any, **more: Any) -> None:
+        comparison = compare(source, model, self.measured)
+        row = {
+            "kind": kind,
+            "name": name,
+            "parameters": model.num_parameters(),
+            **asdict(comparison),
+        }
         self.results.append(row | more)
         print(
             f"{kind:9} {name:32} {row['parameters']:>9,} parameters  "
-            f"{found.loss / math.log(2):.4f} bits a byte  divergence {found.divergence:.2e}  "
-            f"agreement {found.agreement:.2%}",
+            f"{comparison.loss / math.log(2):.4f} bits per byte  "
+            f"divergence {comparison.divergence:.2e}  agreement {comparison.agreement:.2%}",
             flush=True,
         )
 
-    def distilled(self, kind: str, name: str, source: Any, model: Any, rate: float) -> None:
-        pupil = copy.deepcopy(model)
+    def distill(self, kind: str, name: str, source: Any, model: Any, rate: float) -> None:
+        student = copy.deepcopy(model)
         texts = (self.train_tokens, self.held_out)
-        distil(pupil, source, *texts, steps=self.more, length=LENGTH, learning_rate=rate)
-        self.tell(kind, f"{name}, distilled", source, pupil)
+        distil(student, source, *texts, steps=self.more, length=LENGTH, learning_rate=rate)
+        self.report(kind, f"{name}, distilled", source, student)
 
-    def trained_on(self, kind: str, name: str, source: Any, model: Any, rate: float) -> None:
-        further = copy.deepcopy(model)
-        self.learn(further, self.more, rate, batch_size=8)
-        self.tell(kind, f"{name}, trained on", source, further)
+    def continue_training(self, kind: str, name: str, source: Any, model: Any, rate: float) -> None:
+        trained = copy.deepcopy(model)
+        self.train(trained, self.more, rate, batch_size=8)
+        self.report(kind, f"{name}, continued", source, trained)
 
     def run(self, kind: str) -> None:
         source = self.source(kind)
-        self.tell(kind, "source", source, source)
+        self.report(kind, "source", source, source)
         models = {}
         for linear in ("pair", "shift"):
             if kind != "llama":
                 model, _ = from_transformer(source, linear=linear)
-                self.tell(kind, f"{linear}, without data", source, model)
+                self.report(kind, f"{linear}, without data", source, model)
             models[linear], report = from_transformer(source, self.batches, linear=linear)
             errors = {part.name: part.error for part in report.maps}
-            self.tell(kind, linear, source, models[linear], errors=errors)
-            narrow = copy.deepcopy(models[linear]).bfloat16()
-            self.tell(kind, f"{linear}, in bf16", source, narrow)
+            self.report(kind, linear, source, models[linear], errors=errors)
+            half = copy.deepcopy(models[linear]).bfloat16()
+            self.report(kind, f"{linear}, in bf16", source, half)
         inputs = [batch[:, :-1] for batch in self.batches]
         smaller, _ = tokenformer.prune(models["pair"], inputs, keep=0.9)
-        self.tell(kind, "pair, a tenth pruned", source, smaller)
-        blank = random_model(models["pair"].config)
-        self.tell(kind, "random", source, blank)
+        self.report(kind, "pair, a tenth pruned", source, smaller)
+        fresh = random_model(models["pair"].config)
+        self.report(kind, "random", source, fresh)
         if self.more:
-            self.distilled(kind, "pair", source, models["pair"], DISTILLING_RATE)
-            self.distilled(kind, "random", source, blank, RATE)
-            self.trained_on(kind, "source", source, source, self.rate)
-            self.trained_on(kind, "pair", source, models["pair"], self.rate)
-            self.trained_on(kind, "shift", source, models["shift"], self.rate)
-            self.trained_on(kind, "random", source, blank, RATE)
+            self.distill(kind, "pair", source, models["pair"], DISTILLATION_RATE)
+            self.distill(kind, "random", source, fresh, RATE)
+            self.continue_training(kind, "source", source, source, self.rate)
+            self.continue_training(kind, "pair", source, models["pair"], self.rate)
+            self.continue_training(kind, "shift", source, models["shift"], self.rate)
+            self.continue_training(kind, "random", source, fresh, RATE)
 
 
 def random_model(config: Any) -> Any:
-    """As many tokens, in the model as it is usually made: norms without bias, scales as counts."""
+    """Build a model with as many tokens and the usual norms, scales and random weights."""
     torch.manual_seed(0)
     tokens = ("q_tokens", "k_tokens", "v_tokens", "output_tokens", "ffn_tokens")
     kept = ("num_key_value_heads", "positions", "tie_word_embeddings")
@@ -173,9 +178,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/from-transformer"))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--steps", type=int, default=1000, help="of the sources")
-    parser.add_argument("--more", type=int, default=60, help="of what follows; 0 for none")
-    parser.add_argument("--rate", type=float, default=1e-4, help="of what is trained on")
+    parser.add_argument("--steps", type=int, default=1000, help="training steps of the sources")
+    parser.add_argument(
+        "--more", type=int, default=60, help="training steps after conversion; 0 for none"
+    )
+    parser.add_argument(
+        "--rate", type=float, default=1e-4, help="learning rate of continued training"
+    )
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     options.out.mkdir(parents=True, exist_ok=True)

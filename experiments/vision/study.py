@@ -1,18 +1,19 @@
-"""Parameter tokens on images at a size for two cores: twins, the paper's ablations, growth.
+"""TokenFormer on Fashion-MNIST: against a ViT of equal size, the paper's ablations, and growth.
 
     python experiments/vision/study.py data/fashion-mnist --out runs/vision
     python experiments/vision/study.py data/fashion-mnist --out runs/vision --parts theta --seeds 0
 
-Fashion-MNIST in patches of 7 x 7, 0.2M parameters, the same recipe for every run:
+7 x 7 patches, 0.2M parameters, the same recipe for every run:
 
-    twins   TokenFormer and Vision Transformer of equal parameters, and a linear classifier
-    theta   exp + L1 (softmax), GELU + L1, GELU + L2 (the base run), as in the paper's ablation
-    norms   norms with weight and bias, with bias, with none (the base run), as in the paper's other
-    growth  half the tokens, for half of the base run's compute; grown to all of them for the rest
+    baselines  TokenFormer, a Vision Transformer of equal size, and a linear classifier
+    theta      exp + L1 (softmax), GELU + L1, GELU + L2 (the base run), an ablation of the paper
+    norms      norms with weight and bias, with bias, with neither (the base run), another ablation
+    growth     half the tokens for half of the base run's compute, then grown to all tokens
 
-Every run is an ordinary `tokenformer train` and goes on after an interruption; runs that parts
-share are made once. The result is a table with means over the seeds, a row of JSON per run
-(results.jsonl) and two pictures. Accuracy is that of the last step on the test images.
+Every run is an ordinary `tokenformer train` and resumes after an interruption; runs that several
+parts share are trained once. Output: a table of means over the seeds, a row of JSON per run
+(results.jsonl) and two plots. Accuracy is that of the last step on the test images. Results:
+docs/results/vision.md.
 """
 
 import argparse
@@ -32,7 +33,7 @@ HELD_OUT = 10_000
 SMALL = {"qkv_tokens": 24, "output_tokens": 24, "ffn_tokens": 96}
 BASE = {"qkv_tokens": 48, "output_tokens": 48, "ffn_tokens": 192}
 
-# What a run changes of the base one: a TokenFormer with GELU + L2 and norms without parameters.
+# Changes to the base run: a TokenFormer with GELU + L2 and norms without parameters.
 RUNS: dict[str, dict[str, Any]] = {
     "linear": {"family": "linear"},
     "ViT": {"family": "transformer"},
@@ -46,7 +47,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "small": {"small": True},
 }
 PARTS = {
-    "twins": ("linear", "ViT", "TokenFormer"),
+    "baselines": ("linear", "ViT", "TokenFormer"),
     "theta": ("exp + L1", "GELU + L1", "TokenFormer"),
     "norms": ("norm weight and bias", "norm bias", "TokenFormer"),
     "growth": ("TokenFormer", "grown, zero", "grown, zero_value", "small"),
@@ -55,10 +56,10 @@ PAPER = {
     "theta": {"exp + L1": 79.6, "GELU + L1": 81.7, "TokenFormer": 82.5},
     "norms": {"norm weight and bias": 82.6, "norm bias": 82.5, "TokenFormer": 82.5},
 }
-"""Top-1 on ImageNet-1K with the base model, the paper's two tables of ablations."""
+"""Top-1 of the base model on ImageNet-1K, from the paper's two ablations."""
 
 LABELS = {"TokenFormer": "full size from scratch", "small": "small, not grown"}
-"""Of the curves of growth."""
+"""Labels in the growth plot."""
 
 Job = tuple[str, Path, str, int, int]
 Result = dict[str, Any]
@@ -115,7 +116,7 @@ def model_options(family: str, tokens: dict[str, int], others: dict[str, Any]) -
 
 
 def cost(tokens: dict[str, int]) -> int:
-    """FLOPs of an image in training."""
+    """Return the training FLOPs of one image."""
     from tokenformer import TokenformerVisionConfig
     from tokenformer.models.accounting import image_training_flops
 
@@ -125,12 +126,12 @@ def cost(tokens: dict[str, int]) -> int:
 
 
 def grown_steps(steps: int) -> tuple[int, int]:
-    """Steps before and after growth, half of the compute of `steps` of the base run each."""
+    """Return the steps before and after growth; each part costs half of the base run."""
     return round(steps / 2 * cost(BASE) / cost(SMALL)), round(steps / 2)
 
 
 def run_one(job: Job) -> Result:
-    """In a process of its own, on one core; goes on where it was."""
+    """Train or resume a run on one core and return its result. Runs in a worker process."""
     images, out, name, seed, steps = job
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
@@ -145,19 +146,21 @@ def run_one(job: Job) -> Result:
     if not (folder / "loss.png").exists():
         run_recipe(recipe, folder)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    measured = [row for row in rows if "val_accuracy" in row]
+    validated = [row for row in rows if "val_accuracy" in row]
     report = folder / "growth-2.json"
     return {
         "name": name,
         "seed": seed,
-        "accuracy": measured[-1]["val_accuracy"],
-        "loss": measured[-1]["val_loss"],
+        "accuracy": validated[-1]["val_accuracy"],
+        "loss": validated[-1]["val_loss"],
         "parameters": parameters(folder / "model" / "model.safetensors"),
         "flops": rows[-1]["flops"],
         "grown_at": next((row["flops"] for row in reversed(rows) if row.get("stage") == 1), None),
         "seconds": rows[-1]["seconds"],
-        "moved": json.loads(report.read_text())["max_layer_change"] if report.exists() else None,
-        "curve": [(row["flops"], row["val_accuracy"], row["val_loss"]) for row in measured],
+        "layer_change": json.loads(report.read_text())["max_layer_change"]
+        if report.exists()
+        else None,
+        "curve": [(row["flops"], row["val_accuracy"], row["val_loss"]) for row in validated],
     }
 
 
@@ -169,16 +172,16 @@ def parameters(file: Path) -> int:
 
 
 def linear(images: str, folder: Path, seed: int, steps: int) -> Result:
-    """What a linear map of the pixels reaches, with the same batches, optimizer and schedule."""
+    """Train a linear classifier on pixels with the same batches and optimizer."""
     import torch
     import torch.nn.functional as F
     from torch.optim.lr_scheduler import OneCycleLR
 
     from tokenformer.train.workload import workload_of
 
-    kept = folder / "result.json"
-    if kept.exists():
-        return json.loads(kept.read_text())
+    saved = folder / "result.json"
+    if saved.exists():
+        return json.loads(saved.read_text())
     materials = workload_of(recipe_of(images, "TokenFormer", seed, steps))
     task = materials.task(materials.first_model())
     torch.manual_seed(seed)
@@ -191,22 +194,22 @@ def linear(images: str, folder: Path, seed: int, steps: int) -> Result:
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-    right, loss, count = 0, 0.0, min(HELD_OUT, len(task.held_out.pictures))
+    correct, loss, count = 0, 0.0, min(HELD_OUT, len(task.held_out.pictures))
     with torch.no_grad():
-        for awaited in task.validation(1000, count):
-            batch = awaited.to("cpu")
+        for pending in task.validation(1000, count):
+            batch = pending.to("cpu")
             logits, labels = model(batch.pixels.flatten(1)), batch.targets.argmax(1)
-            right += int((logits.argmax(1) == labels).sum())
+            correct += int((logits.argmax(1) == labels).sum())
             loss += F.cross_entropy(logits, labels, reduction="sum").item()
-    result = {"name": "linear", "seed": seed, "accuracy": right / count, "loss": loss / count}
+    result = {"name": "linear", "seed": seed, "accuracy": correct / count, "loss": loss / count}
     folder.mkdir(parents=True, exist_ok=True)
-    kept.write_text(json.dumps(result))
+    saved.write_text(json.dumps(result))
     return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("images", help="a folder with the four files of Fashion-MNIST")
+    parser.add_argument("images", help="folder with the four files of Fashion-MNIST")
     parser.add_argument("--out", type=Path, default=Path("runs/vision"))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -224,11 +227,11 @@ def main() -> None:
     with ProcessPoolExecutor(options.workers) as pool:
         for result in pool.map(run_one, jobs):
             results.append(result)
-            told = f"{result['name']}, seed {result['seed']}"
-            print(f"{told:<32} {result['accuracy']:.2%}", flush=True)
+            run = f"{result['name']}, seed {result['seed']}"
+            print(f"{run:<32} {result['accuracy']:.2%}", flush=True)
     text = "".join(json.dumps(result) + "\n" for result in results)
     (options.out / "results.jsonl").write_text(text)
-    print(f"\nTop-1 in percent: mean of {len(options.seeds)}, and the largest distance from it")
+    print(f"\nTop-1 in percent, mean of {len(options.seeds)} seeds ± the largest deviation")
     for part in options.parts:
         print("\n".join(table(part, results)))
     draw_accuracies(results, options.parts, options.out / "accuracies.png")
@@ -239,9 +242,9 @@ def main() -> None:
 def table(part: str, results: list[Result]) -> list[str]:
     lines = ["", f"| {part} | top-1 | paper, ImageNet-1K |", "|---|---|---|"]
     for name in PARTS[part]:
-        found = accuracies(name, results)
-        spread = max(abs(one - mean(found)) for one in found)
-        lines.append(f"| {name} | {mean(found):.2f} ± {spread:.2f} | {paper(part, name)} |")
+        values = accuracies(name, results)
+        spread = max(abs(value - mean(values)) for value in values)
+        lines.append(f"| {name} | {mean(values):.2f} ± {spread:.2f} | {paper(part, name)} |")
     return lines
 
 
@@ -254,17 +257,17 @@ def paper(part: str, name: str) -> float | str:
 
 
 def draw_accuracies(results: list[Result], parts: list[str], path: Path) -> None:
-    """A dot per run, a line per mean; the linear classifier would press the rest together."""
+    """Plot a dot per run and a line per mean, without the linear classifier, which is far below."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(2.8 * len(parts), 3.6), layout="constrained")
-    for place, part in enumerate(parts):
-        axes = figure.add_subplot(1, len(parts), place + 1)
+    for index, part in enumerate(parts):
+        axes = figure.add_subplot(1, len(parts), index + 1)
         names = [name for name in PARTS[part] if name != "linear"]
         for column, name in enumerate(names):
-            found = accuracies(name, results)
-            axes.plot([column] * len(found), found, "o", color="#0072b2", alpha=0.7)
-            axes.hlines(mean(found), column - 0.3, column + 0.3, color="#d55e00")
+            values = accuracies(name, results)
+            axes.plot([column] * len(values), values, "o", color="#0072b2", alpha=0.7)
+            axes.hlines(mean(values), column - 0.3, column + 0.3, color="#d55e00")
         axes.set_xticks(range(len(names)), names, rotation=25, ha="right", fontsize=8)
         axes.set_xlim(-0.6, len(names) - 0.4)
         axes.set_title(part, fontsize=10)
@@ -274,7 +277,7 @@ def draw_accuracies(results: list[Result], parts: list[str], path: Path) -> None
 
 
 def draw_growth(results: list[Result], path: Path) -> None:
-    """Mean accuracy over compute."""
+    """Plot mean accuracy over compute."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -283,10 +286,12 @@ def draw_growth(results: list[Result], path: Path) -> None:
         curves = [result["curve"] for result in results if result["name"] == name]
         points = list(zip(*curves, strict=True))
         flops = [point[0][0] / 1e12 for point in points]
-        right = [100 * mean(seed[1] for seed in point) for point in points]
-        axes.plot(flops, right, "o-", markersize=3, label=LABELS.get(name, name))
-    seam = next(result["grown_at"] for result in results if result.get("moved") is not None)
-    axes.axvline(seam / 1e12, color="0.7", linewidth=0.8)
+        accuracy = [100 * mean(seed[1] for seed in point) for point in points]
+        axes.plot(flops, accuracy, "o-", markersize=3, label=LABELS.get(name, name))
+    grown_at = next(
+        result["grown_at"] for result in results if result.get("layer_change") is not None
+    )
+    axes.axvline(grown_at / 1e12, color="0.7", linewidth=0.8)
     axes.set(xlabel="training compute, 1e12 FLOPs", ylabel="top-1 on test images, percent")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -1,5 +1,12 @@
-"""The small corpus of the training tests serves experiments too."""
+"""A small corpus for the studies."""
 
-from tests.train.conftest import corpus
+from pathlib import Path
 
-__all__ = ["corpus"]
+import pytest
+
+from tests.support.corpus import prepare_small_corpus
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_small_corpus(tmp_path_factory.mktemp("corpus"))

@@ -1,4 +1,4 @@
-"""The study of pretrained starts on a few steps: it runs, and uses the sources again."""
+"""The conversion study, for a few steps: it runs and reuses the trained sources."""
 
 import importlib.util
 import json
@@ -16,13 +16,23 @@ def load_study():
     return module
 
 
-def test_the_study_runs_and_uses_its_sources_again(tmp_path, monkeypatch):
+def test_study_runs_and_reuses_its_sources(tmp_path, monkeypatch):
     study = load_study()
     small = {"hidden_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 16}
     monkeypatch.setattr(study, "SHAPE", study.SHAPE | small)
     monkeypatch.setattr(study, "LENGTH", 16)
-    words = ["study", "--out", str(tmp_path), "--kinds", "gpt2", "--steps", "30", "--more", "10"]
-    monkeypatch.setattr(sys, "argv", words)
+    arguments = [
+        "study",
+        "--out",
+        str(tmp_path),
+        "--kinds",
+        "gpt2",
+        "--steps",
+        "30",
+        "--more",
+        "10",
+    ]
+    monkeypatch.setattr(sys, "argv", arguments)
     study.main()
     rows = {
         row["name"]: row
@@ -31,7 +41,7 @@ def test_the_study_runs_and_uses_its_sources_again(tmp_path, monkeypatch):
     assert rows["source"]["divergence"] == 0
     for form in ("pair", "shift"):
         assert rows[form]["divergence"] < 0.1 * rows["random"]["divergence"]
-        assert rows[f"{form}, trained on"]["source_loss"] == rows["source"]["loss"]
+        assert rows[f"{form}, continued"]["source_loss"] == rows["source"]["loss"]
     biases = 2 * 16  # of the norms
     assert rows["pair"]["parameters"] == rows["random"]["parameters"] + biases
     written = (tmp_path / "gpt2" / "model.safetensors").stat().st_mtime_ns

@@ -1,4 +1,4 @@
-"""The study of images on a few steps: every run of it works, and it goes on."""
+"""The vision study, for a few steps: every run works and resumes."""
 
 import importlib.util
 import json
@@ -19,12 +19,14 @@ def load_study():
 
 
 @pytest.mark.slow
-def test_the_study_runs_and_goes_on(real_data, tmp_path, monkeypatch, capsys):
+def test_study_runs_and_resumes(real_data, tmp_path, monkeypatch, capsys):
     study = load_study()
     monkeypatch.setattr(study, "BATCH", 4)
     monkeypatch.setattr(study, "HELD_OUT", 40)
-    words = ["study", str(real_data("image/fashion-mnist")), "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", [*words, "--workers", "1", "--seeds", "0", "--steps", "12"])
+    arguments = ["study", str(real_data("image/fashion-mnist")), "--out", str(tmp_path)]
+    monkeypatch.setattr(
+        sys, "argv", [*arguments, "--workers", "1", "--seeds", "0", "--steps", "12"]
+    )
     study.main()
     first = (tmp_path / "results.jsonl").read_text()
     results = {row["name"]: row for row in map(json.loads, first.splitlines())}
@@ -36,11 +38,11 @@ def test_the_study_runs_and_goes_on(real_data, tmp_path, monkeypatch, capsys):
     for name in ("grown, zero", "grown, zero_value", "small"):
         assert results[name]["flops"] == pytest.approx(base["flops"], rel=0.05), "equal compute"
     for name in ("grown, zero", "grown, zero_value"):
-        assert results[name]["moved"] < 1e-5
+        assert results[name]["layer_change"] < 1e-5
         assert results[name]["grown_at"] == pytest.approx(base["flops"] / 2, rel=0.05)
     for name in ("accuracies.png", "growth.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert f"| GELU + L1 | {100 * results['GELU + L1']['accuracy']:.2f} ± 0.00 | 81.7 |" in printed
-    study.main()  # everything is there already
+    study.main()  # everything is trained already
     assert (tmp_path / "results.jsonl").read_text() == first

@@ -1,13 +1,12 @@
 """A small corpus and a recipe for it, for tests that start real runs."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tokenformer.cli import main
+from tests.support.corpus import prepare_small_corpus
 
 MODEL = {
     "hidden_size": 32,
@@ -33,13 +32,7 @@ SECTIONS: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    words = random.Random(0).choices(["token", "key", "value", "grow", "\n"], k=20_000)
-    for name in "abcdefgh":
-        (folder / f"{name}.txt").write_text(" ".join(words[ord(name) :: 9]))
-    out = tmp_path_factory.mktemp("prepared") / "corpus"
-    main(["prepare", str(folder), "--out", str(out), "--validation", "0.3"])
-    return out
+    return prepare_small_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture

@@ -1,13 +1,14 @@
-"""What happens to the loss when a TokenFormer grows, and which way of growing it ends lowest.
+"""Compare ways to grow a TokenFormer: the loss at growth, after it and at the end of training.
 
-    python experiments/seam/study.py data/enwik8 --out runs/seam --workers 2
-    python experiments/seam/study.py data/enwik8 --out runs/seam --seeds 0 1 2 --only zero random
+    python experiments/growth/study.py data/enwik8 --out runs/growth-study --workers 2
+    python experiments/growth/study.py data/enwik8 --seeds 0 1 2 --only zero random
 
-A small byte-level model is trained for a while and grows to four times its tokens; one factor of
-the growth is changed at a time. Every run is an ordinary `tokenformer train` in stages and goes on
-after an interruption; the trained small model is shared. Beside them stand the small model and the
-large one trained alone with the compute of a grown run. The result is a table of all runs, one of
-means over the seeds, a row of JSON per run (results.jsonl) and curves.png.
+A small byte-level model trains for a while and grows to four times its tokens; each variant changes
+one factor of the growth. The baselines are the small and the large model trained with the compute
+of a grown run. Every run is an ordinary `tokenformer train` and resumes after an interruption; the
+variants of a seed share the trained small model. Output: a table of all runs, a table of means over
+the seeds, a row of JSON per run (results-REGIME.jsonl) and a plot (curves-REGIME.png). Results:
+docs/results/growth.md.
 """
 
 import argparse
@@ -48,10 +49,10 @@ STABLE = {"kind": "constant", "warmup_steps": 50}
 DECAYED = {"kind": "cosine", "warmup_steps": 50, "floor": 0.05}
 DECAY = {"kind": "wsd", "decay": 1.0, "warmup_steps": 0, "floor": 0.05}
 REWARMED = {"kind": "cosine", "warmup_steps": 30, "floor": 0.05}
-LAW = {"*.key_tokens": 0.5, "*.value_tokens": 0.25}
-"""Rates that fall with the number of tokens: keys by its root, values by itself."""
+RATES_BY_TOKENS = {"*.key_tokens": 0.5, "*.value_tokens": 0.25}
+"""Learning rates at 4x the tokens n: keys scaled by 1/sqrt(n), values by 1/n."""
 
-# What each run changes of the base: zero keys, moments kept, grown before the decay.
+# Changes to the base run: zero keys, moments kept, growth before the decay.
 VARIANTS: dict[str, dict[str, Any]] = {
     "zero": {},
     "zero, mean": {"optimizer_state": "mean"},
@@ -76,7 +77,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero_value, mean, rates by tokens": {
         "init": "zero_value",
         "optimizer_state": "mean",
-        "rates": LAW,
+        "rates": RATES_BY_TOKENS,
     },
     "zero_value, mean, warm-up 50": {
         "init": "zero_value",
@@ -112,7 +113,7 @@ def recipe_of(regime: Regime, corpus: Path, variant: dict[str, Any], seed: int, 
     run.validate_every, run.validation_sequences = regime.validate_every, 256
     run.log_to = []
     if alone is not None:
-        run.steps, share = steps_alone(regime, alone, corpus)
+        run.steps, share = baseline_steps(regime, alone, corpus)
         run.validate_every = max(1, run.steps // 30)
         recipe.schedule = ScheduleOptions(kind="wsd", decay=share, warmup_steps=50, floor=0.05)
         return recipe
@@ -140,8 +141,8 @@ def model_options(sizes: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def steps_alone(regime: Regime, which: str, corpus: Path) -> tuple[int, float]:
-    """Steps with the compute of a grown run, and the share of them over which the rate falls."""
+def baseline_steps(regime: Regime, which: str, corpus: Path) -> tuple[int, float]:
+    """Return the steps that cost as much as a grown run, and the share of them in the decay."""
     from tokenformer.data.corpus import Corpus
     from tokenformer.models.accounting import training_flops
     from tokenformer.models.configuration import TokenformerConfig
@@ -155,7 +156,7 @@ def steps_alone(regime: Regime, which: str, corpus: Path) -> tuple[int, float]:
 
 
 def train(recipe: Any, folder: Path) -> None:
-    """Train in a process of its own, on one core; goes on where it was."""
+    """Train or resume a run on one core. Runs in a worker process."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
@@ -173,8 +174,8 @@ def small_folder(out: Path, variant: dict[str, Any], seed: int) -> Path:
     return out / f"small-{'decayed' if variant.get('after_decay') else 'stable'}-{seed}"
 
 
-def prepare_small(job: Job) -> None:
-    """The small model that the runs of a seed share, up to the end of its stage."""
+def train_small(job: Job) -> None:
+    """Train the small model that the variants of a seed share."""
     regime, corpus, out, name, seed, rate = job
     recipe = recipe_of(regime, corpus, VARIANTS[name], seed, rate)
     recipe.stages = recipe.stages[:1]
@@ -196,14 +197,14 @@ def run_variant(job: Job) -> dict[str, Any]:
     train(recipe, folder)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     curve = [(row["step"], row["flops"], row["val_bpb"]) for row in rows if "val_bpb" in row]
-    grown = [bits for step, _, bits in curve if not recipe.stages or step > regime.first]
-    at_seam = [bits for step, _, bits in curve if step == regime.first]
+    after = [bits for step, _, bits in curve if not recipe.stages or step > regime.first]
+    at_growth = [bits for step, _, bits in curve if step == regime.first]
     return {
         "name": name,
         "seed": seed,
-        "seam": at_seam[0] if recipe.stages else None,
-        "worst": max(grown) if recipe.stages else None,
-        "end": grown[-1],
+        "at_growth": at_growth[0] if recipe.stages else None,
+        "worst": max(after) if recipe.stages else None,
+        "end": after[-1],
         "flops": rows[-1]["flops"],
         "tokens": rows[-1]["tokens"],
         "seconds": rows[-1]["seconds"],
@@ -213,8 +214,8 @@ def run_variant(job: Job) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("corpus", type=Path, help="a folder made by `tokenformer prepare`")
-    parser.add_argument("--out", type=Path, default=Path("runs/seam"))
+    parser.add_argument("corpus", type=Path, help="folder written by `tokenformer prepare`")
+    parser.add_argument("--out", type=Path, default=Path("runs/growth-study"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--rate", type=float, default=2e-3)
@@ -235,24 +236,24 @@ def main() -> None:
     }
     results = []
     with ProcessPoolExecutor(options.workers) as pool:
-        list(pool.map(prepare_small, smalls.values()))
+        list(pool.map(train_small, smalls.values()))
         for result in pool.map(run_variant, jobs):
             results.append(result)
             print(line(f"{result['name']}, seed {result['seed']}", [result]), flush=True)
     text = "".join(json.dumps(result) + "\n" for result in results)
     (options.out / f"results-{options.regime}.jsonl").write_text(text)
     if len(options.seeds) > 1:
-        print(f"\nMeans of {len(options.seeds)} seeds, and the largest distance from them")
+        print(f"\nMean of {len(options.seeds)} seeds ± the largest deviation from it")
         for name in options.only:
             print(line(name, [result for result in results if result["name"] == name]))
     draw(results, options.out / f"curves-{options.regime}.png")
 
 
 def line(name: str, results: list[dict[str, Any]]) -> str:
-    """A row of the table: means, and at the end the largest distance of a run from theirs."""
+    """Format a table row: means over the runs, and the largest deviation of the final loss."""
     cells = [
         "" if results[0][key] is None else f"{mean(result[key] for result in results):.3f}"
-        for key in ("seam", "worst")
+        for key in ("at_growth", "worst")
     ]
     ends = [result["end"] for result in results]
     spread = max(abs(end - mean(ends)) for end in ends)
@@ -261,35 +262,35 @@ def line(name: str, results: list[dict[str, Any]]) -> str:
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Curves over compute, from a little before the seam on; a mean where there are seeds."""
+    """Plot the mean curve of every variant over compute, from shortly before growth."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.add_subplot()
     names = list(dict.fromkeys(result["name"] for result in results))
     for name in names:
-        alike = [result["curve"] for result in results if result["name"] == name]
-        flops = [point[1] / 1e12 for point in alike[0]]
-        bits = [mean(curve[place][2] for curve in alike) for place in range(len(flops))]
-        alone = "alone" in VARIANTS[name]
-        axes.plot(flops, bits, label=name, color="0.4" if alone else None,
+        curves = [result["curve"] for result in results if result["name"] == name]
+        flops = [point[1] / 1e12 for point in curves[0]]
+        bits = [mean(curve[index][2] for curve in curves) for index in range(len(flops))]
+        baseline = "alone" in VARIANTS[name]
+        axes.plot(flops, bits, label=name, color="0.4" if baseline else None,
                   linestyle="--" if name == "large from scratch" else "-")  # fmt: skip
     ends = [result["end"] for result in results]
-    seams = [result["seam"] for result in results if result["seam"] is not None]
+    at_growth = [r["at_growth"] for r in results if r["at_growth"] is not None]
     axes.set(xlabel="training compute, 1e12 FLOPs", ylabel="held-out bits per byte")
-    axes.set_ylim(min(ends) - 0.03, max(seams, default=max(ends)) + 0.35)
-    axes.set_xlim(left=seam_compute(results) * 0.7)
-    axes.axvline(seam_compute(results), color="0.7", linewidth=0.8)
+    axes.set_ylim(min(ends) - 0.03, max(at_growth, default=max(ends)) + 0.35)
+    axes.set_xlim(left=compute_at_growth(results) * 0.7)
+    axes.axvline(compute_at_growth(results), color="0.7", linewidth=0.8)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)
 
 
-def seam_compute(results: Iterable[dict[str, Any]]) -> float:
-    """Where the runs have grown, in 1e12 FLOPs."""
+def compute_at_growth(results: Iterable[dict[str, Any]]) -> float:
+    """Return the compute at which the runs grow, in 1e12 FLOPs."""
     for result in results:
         for _, flops, bits in result["curve"]:
-            if bits == result["seam"]:
+            if bits == result["at_growth"]:
                 return float(flops) / 1e12
     return 0.0
 
