@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from tokenformer import TokenformerImageProcessor
-from tokenformer.data.augmentation import mixed, padded_crop, resized_crop
+from tokenformer.data.augmentation import mix, padded_crop, resized_crop
 from tokenformer.data.augmentation_options import AugmentationOptions
 from tokenformer.data.image_batches import ImageReader
 from tokenformer.data.images import ArrayImages
@@ -94,7 +94,7 @@ def test_blends_and_patchworks_say_what_is_left():
     for options in (AugmentationOptions(mixup=1.0), AugmentationOptions(cutmix=1.0)):
         random = np.random.default_rng(0)
         for _ in range(20):
-            made, share = mixed(black, white, options, random)
+            made, share = mix(black, white, options, random)
             assert made.mean() / 255 == pytest.approx(1 - share, abs=1e-5)
             assert (len(np.unique(made)) <= 2) if options.cutmix else (np.ptp(made) < 1e-3)
     assert (black == 0).all()
@@ -128,7 +128,7 @@ def test_every_operation_changes_a_picture_more_at_a_larger_magnitude(name: str,
         assert (after.mode, after.size) == (image.mode, image.size)
         return float(np.abs(np.asarray(after).astype(int) - before).mean())
 
-    if name == "colour" and mode == "L":
+    if name == "color" and mode == "L":
         assert change(1.0) == 0  # there is none
     else:
         assert change(1.0) > 0
@@ -137,7 +137,7 @@ def test_every_operation_changes_a_picture_more_at_a_larger_magnitude(name: str,
 
 def test_randaugment_at_magnitude_zero_leaves_geometry_alone():
     image = Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16))
-    for name in ("shear_x", "shear_y", "shift_x", "shift_y", "turn", "brightness"):
+    for name in ("shear_x", "shear_y", "translate_x", "translate_y", "rotate", "brightness"):
         assert np.array_equal(np.asarray(OPERATIONS[name](image, 0.0)), np.asarray(image)), name
     random = np.random.default_rng(0)
     drawn = [randaugment(image, random, count=2, magnitude=9, deviation=0.5) for _ in range(20)]
@@ -158,8 +158,8 @@ def test_a_batch_that_was_expected_is_the_same_and_not_made_twice(monkeypatch) -
     monkeypatch.setattr(
         ImageReader, "sample", lambda self, *a: (made.append(a[0]), sample(self, *a))[1]
     )
-    ahead.expect(40, 8, 7, EVERYTHING)
-    ahead.expect(16, 8, 7, EVERYTHING)  # the first is given up
+    ahead.prefetch(40, 8, 7, EVERYTHING)
+    ahead.prefetch(16, 8, 7, EVERYTHING)  # the first is given up
     expected = ahead.training_batch(16, 8, 7, EVERYTHING)
     assert len([key for key in made if key in ahead.keys(16, 8, 7)]) == 8
     assert torch.equal(expected.pixels, plain.training_batch(16, 8, 7, EVERYTHING).pixels)

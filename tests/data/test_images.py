@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from tokenformer.data.image_formats import cifar_images, read_idx
-from tokenformer.data.image_sources import FASHION, images_to_measure, load_images
-from tokenformer.data.images import ArrayImages, DatasetImages, FileImages, decoded
+from tokenformer.data.image_sources import FASHION, load_images, load_test_images
+from tokenformer.data.images import ArrayImages, DatasetImages, FileImages, decode_file
 from tokenformer.errors import DataError
 
 
@@ -51,7 +51,7 @@ def test_a_tree_of_images(tmp_path: Path) -> None:
 def test_grey_images_of_16_bits_keep_their_shades(tmp_path: Path, suffix: str) -> None:
     shades = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)
     Image.fromarray(shades).save(tmp_path / f"deep.{suffix}")
-    pixels = decoded(tmp_path / f"deep.{suffix}")
+    pixels = decode_file(tmp_path / f"deep.{suffix}")
     assert pixels.shape == (16, 16, 1)
     assert pixels.ravel().tolist() == list(range(256))
 
@@ -62,7 +62,7 @@ def test_photographs_are_turned_upright(tmp_path: Path) -> None:
     turn_clockwise = Image.Exif()
     turn_clockwise[0x0112] = 6
     Image.fromarray(lying).save(tmp_path / "photo.png", exif=turn_clockwise)
-    pixels = decoded(tmp_path / "photo.png")
+    pixels = decode_file(tmp_path / "photo.png")
     assert pixels.shape == (24, 8, 3)
     assert (pixels[:12] == 255).all()
     assert (pixels[12:] == 0).all()
@@ -85,10 +85,10 @@ def save_large(path: Path, mode: str, size: tuple[int, int]) -> np.ndarray:
 )
 def test_large_images_are_reduced(tmp_path: Path, monkeypatch, mode: str, suffix: str) -> None:
     """By a whole number, whatever their kind, to what averaging the shades gives."""
-    monkeypatch.setattr("tokenformer.data.images.LARGE", 10_000)
-    monkeypatch.setattr("tokenformer.data.images.STRIP", 7)
+    monkeypatch.setattr("tokenformer.data.images.MAX_PIXELS", 10_000)
+    monkeypatch.setattr("tokenformer.data.images.STRIP_ROWS", 7)
     shades = save_large(tmp_path / f"large.{suffix}", mode, (403, 200))  # eight times too large
-    pixels = decoded(tmp_path / f"large.{suffix}")
+    pixels = decode_file(tmp_path / f"large.{suffix}")
     assert pixels.dtype == np.uint8
     grey = mode in ("L", "I;16")
     factor = {"jpg": 4}.get(suffix, 3)  # a JPEG has only powers of two
@@ -101,13 +101,13 @@ def test_large_images_are_reduced(tmp_path: Path, monkeypatch, mode: str, suffix
 
 
 def test_a_large_photograph_is_turned_upright(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("tokenformer.data.images.LARGE", 10_000)
+    monkeypatch.setattr("tokenformer.data.images.MAX_PIXELS", 10_000)
     lying = np.zeros((200, 400, 3), np.uint8)
     lying[:, :200] = 255
     turn_clockwise = Image.Exif()
     turn_clockwise[0x0112] = 6
     Image.fromarray(lying).save(tmp_path / "photo.jpg", exif=turn_clockwise)
-    pixels = decoded(tmp_path / "photo.jpg")
+    pixels = decode_file(tmp_path / "photo.jpg")
     assert pixels.shape == (100, 50, 3)
     assert (pixels[:45] > 250).all()
     assert (pixels[55:] < 5).all()
@@ -119,7 +119,7 @@ import sys
 from pathlib import Path
 from PIL import Image, PngImagePlugin
 from tokenformer.errors import DataError
-from tokenformer.data.images import decoded
+from tokenformer.data.images import decode_file
 
 def kilobytes(name):
     return int(Path("/proc/self/status").read_text().partition(name + ":")[2].split()[0])
@@ -127,7 +127,7 @@ def kilobytes(name):
 Path("/proc/self/clear_refs").write_text("5")
 before = kilobytes("VmRSS")
 try:
-    print(decoded(Path(sys.argv[1])).shape)
+    print(decode_file(Path(sys.argv[1])).shape)
 except DataError as error:
     print(error)
 print(kilobytes("VmHWM") - before)
@@ -155,7 +155,7 @@ def test_the_memory_of_a_huge_image_is_bounded(
 
 def test_held_out_images_alone_are_measured_but_not_trained_on(tmp_path: Path) -> None:
     write_tree(tmp_path, splits=("val",))
-    pictures, split = images_to_measure(str(tmp_path))
+    pictures, split = load_test_images(str(tmp_path))
     assert (len(pictures), pictures.classes, split) == (6, ["blue", "red"], "val")
     with pytest.raises(DataError, match="has no split `train`; it has val"):
         load_images(str(tmp_path))
@@ -164,9 +164,9 @@ def test_held_out_images_alone_are_measured_but_not_trained_on(tmp_path: Path) -
 def test_a_tree_without_splits_is_divided_the_same_way_always(tmp_path: Path) -> None:
     write_tree(tmp_path, splits=(".",))
     one, two = (load_images(str(tmp_path), held_out_share=0.34) for _ in range(2))
-    assert one.train.places == two.train.places
+    assert one.train.indices == two.train.indices
     assert len(one.held_out) == 2
-    assert sorted([*one.train.places, *one.held_out.places]) == list(range(6))
+    assert sorted([*one.train.indices, *one.held_out.indices]) == list(range(6))
 
 
 def test_other_classes_in_the_held_out_split_are_refused(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_hidden_files_and_folders_are_no_images(tmp_path: Path) -> None:
                   "val/red/.thumbnails/1.png", "val/red/folder.png/more/1.png"):  # fmt: skip
         (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (4, 4)).save(tmp_path / place)
-    pictures, split = images_to_measure(str(tmp_path))
+    pictures, split = load_test_images(str(tmp_path))
     assert (len(pictures), pictures.classes, split) == (7, ["blue", "red"], "val")
     assert pictures.picture(6)[0].shape == (4, 4, 3)
 
@@ -215,7 +215,7 @@ def test_a_tree_without_a_readable_image_does_not_loop_for_ever(tmp_path: Path) 
     home.mkdir(parents=True)
     (home / "x.png").write_text("no")
     pictures = FileImages([home / "x.png"], [0], ["a"], "skip")
-    with pytest.raises(DataError, match=r"x.png and all after it cannot be read"):
+    with pytest.raises(DataError, match=r"x.png and all images after it cannot be read"):
         pictures.picture(0)
 
 
@@ -237,7 +237,7 @@ def test_idx_files_are_read_and_torn_ones_refused(tmp_path: Path, zipped: bool) 
     assert (read_idx(path) == array).all()
     data = path.read_bytes()
     path.write_bytes(data[:-3])
-    with pytest.raises(DataError, match=r"train-images-idx3-ubyte (is torn|cannot be read)"):
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte (is truncated|cannot be read)"):
         read_idx(path)
     path.write_bytes(b"PK\3\4" + data)
     with pytest.raises(DataError, match="is not an IDX file of bytes: it begins with 504b0304"):
@@ -284,7 +284,7 @@ def test_cifar_files(tmp_path: Path, classes: int) -> None:
     assert label == labels[3]
     assert (pixels == planes[3].transpose(1, 2, 0)).all()
     (tmp_path / "x.bin").write_bytes(b"1234567")
-    with pytest.raises(DataError, match=r"is torn: 7 bytes"):
+    with pytest.raises(DataError, match=r"is truncated: 7 bytes"):
         cifar_images([tmp_path / "x.bin"], names)
 
 
@@ -324,11 +324,11 @@ def test_datasets_with_gaps(tmp_path: Path) -> None:
         load_images(gaps).train.picture(0)
     skipping = load_images(gaps, on_corrupt="skip").train
     assert skipping.picture(0)[1] == 1
-    with pytest.raises(DataError, match="row 2 has the label -1, which is no class"):
+    with pytest.raises(DataError, match="row 2 has the label -1, which is not a class"):
         skipping.picture(2)
-    with pytest.raises(DataError, match="row 2 has the label None, which is no class"):
+    with pytest.raises(DataError, match="row 2 has the label None, which is not a class"):
         load_images(saved("none", [0, 1, None], kind)).train.picture(2)
-    with pytest.raises(DataError, match=r"column label holds string .*class_encode_column"):
+    with pytest.raises(DataError, match=r"column label has dtype string.*class_encode_column"):
         load_images(saved("words", ["a", "b", "a"], datasets.Value("string")))
 
 
@@ -379,7 +379,7 @@ def test_a_mistyped_folder_is_refused_at_once(tmp_path: Path, monkeypatch) -> No
 
 
 def test_what_holds_no_images_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no images: neither IDX nor CIFAR"):
+    with pytest.raises(DataError, match="has no images: no IDX or CIFAR"):
         load_images(str(tmp_path))
     with pytest.raises(DataError, match="3 images have 2 labels"):
         ArrayImages(np.zeros((3, 2, 2, 1), np.uint8), np.zeros(2))

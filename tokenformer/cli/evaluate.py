@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tokenformer.cli.model import check_bits, load_classifier, load_model, resolve_model
 from tokenformer.cli.samples import check_samples
 from tokenformer.errors import InputError
+from tokenformer.installation import install_hint
 from tokenformer.paths import exists, expand_user, missing_message
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ def task_names(tasks: str) -> list[str]:
 
 def load_named_tasks(names: list[str], data: Path | None) -> dict[str, Any]:
     if importlib.util.find_spec("lm_eval") is None:
-        raise InputError('--tasks needs lm-evaluation-harness: pip install "tokenformer[eval]"')
+        raise InputError(f"--tasks needs lm-evaluation-harness: {install_hint('eval')}")
 
     from tokenformer.errors import DataError
     from tokenformer.evaluate.tasks import load_tasks
@@ -275,11 +276,11 @@ def measure_images(
     no_verify: bool,
     console: "Console",
 ) -> Finding:
-    from tokenformer.data.image_sources import images_to_measure
+    from tokenformer.data.image_sources import load_test_images
     from tokenformer.evaluate.classification import classify
     from tokenformer.evaluate.confusion_plot import draw_confusion
 
-    pictures, split = images_to_measure(source)
+    pictures, split = load_test_images(source)
     loaded, processor = load_classifier(model, verify=not no_verify)
     count = len(pictures) if limit is None else min(limit, len(pictures))
     with progress(console) as show:

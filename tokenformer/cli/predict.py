@@ -40,12 +40,12 @@ def predict(
 
     import torch
 
-    from tokenformer.data.images import decoded
+    from tokenformer.data.images import decode_file
     from tokenformer.errors import DataError
     from tokenformer.evaluate.classification import as_input, problem_type
 
     try:
-        pictures = [decoded(expand_user(path)) for path in images]
+        pictures = [decode_file(expand_user(path)) for path in images]
     except DataError as error:
         raise InputError(str(error)) from None
     classifier, processor = load_classifier(model, verify=not no_verify)

@@ -1,28 +1,30 @@
-"""Training images, varied: crops, mirroring, RandAugment; blends and patchworks of two images.
+"""Augmentation of training images: crops, flips, RandAugment, mixup and CutMix.
 
-Whatever is drawn comes from a generator that the caller seeds by (seed, epoch, image), so an image
-varies from epoch to epoch and is the same after a resume, on any rank and in any batch.
+The caller seeds the random generator by (seed, epoch, image), so the augmentation of an image
+changes every epoch and is the same after a resume, on any rank and in any batch.
 """
-
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tokenformer.data.augmentation_options import AugmentationOptions
-from tokenformer.data.images import Pixels
 from tokenformer.data.randaugment import randaugment
+from tokenformer.models.image_processing import TokenformerImageProcessor
+from tokenformer.models.pixels import Pixels, to_pillow
 
 Values = npt.NDArray[np.float32]
 
 ATTEMPTS = 10
-MOST_STRETCHED = 4 / 3
+MAX_ASPECT_RATIO = 4 / 3
 
 
-def augmented(
-    pixels: Pixels, options: AugmentationOptions, random: np.random.Generator, processor: Any
+def augment(
+    pixels: Pixels,
+    options: AugmentationOptions,
+    random: np.random.Generator,
+    processor: TokenformerImageProcessor,
 ) -> Pixels:
-    """Pixels [H, W, C] of any size to the square of the model, [S, S, C]."""
+    """Augment pixels [H, W, C] of any size and fit them to the model, [S, S, C]."""
     size = processor.image_size
     if options.crop == "resized":
         pixels = resized_crop(pixels, size, options.smallest_crop, random)
@@ -34,7 +36,7 @@ def augmented(
         pixels = pixels[:, ::-1]
     if options.randaugment:
         image = randaugment(
-            as_image(pixels),
+            to_pillow(pixels),
             random,
             count=options.randaugment,
             magnitude=options.magnitude,
@@ -53,34 +55,28 @@ def padded_crop(pixels: Pixels, random: np.random.Generator) -> Pixels:
 
 
 def resized_crop(pixels: Pixels, size: int, smallest: float, random: np.random.Generator) -> Pixels:
-    """A part of a random area and shape, resized to a square: Inception's crop."""
+    """Crop a random area and aspect ratio and resize it to a square, as Inception does."""
     from PIL import Image
 
     height, width = pixels.shape[:2]
     box = (0, 0, width, height)
     for _ in range(ATTEMPTS):
         area = random.uniform(smallest, 1) * height * width
-        shape = np.exp(random.uniform(-1, 1) * np.log(MOST_STRETCHED))
-        wide, high = round((area * shape) ** 0.5), round((area / shape) ** 0.5)
+        ratio = np.exp(random.uniform(-1, 1) * np.log(MAX_ASPECT_RATIO))
+        wide, high = round((area * ratio) ** 0.5), round((area / ratio) ** 0.5)
         if 0 < wide <= width and 0 < high <= height:
             left, top = random.integers(width - wide + 1), random.integers(height - high + 1)
             box = (int(left), int(top), int(left) + wide, int(top) + high)
             break
-    cropped = as_image(pixels).resize((size, size), Image.Resampling.BICUBIC, box=box)
+    cropped = to_pillow(pixels).resize((size, size), Image.Resampling.BICUBIC, box=box)
     return np.asarray(cropped).reshape(size, size, pixels.shape[2])
 
 
-def as_image(pixels: Pixels) -> Any:
-    from PIL import Image
-
-    return Image.fromarray(np.ascontiguousarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels))
-
-
-def mixed(
+def mix(
     first: Values, second: Values, options: AugmentationOptions, random: np.random.Generator
 ) -> tuple[Values, float]:
-    """A blend (mixup, arXiv 1710.09412) or a patchwork (cutmix, arXiv 1905.04899) of two images,
-    and what is left of the first."""
+    """Return a blend (mixup, arXiv 1710.09412) or a cut-and-paste (CutMix, arXiv 1905.04899) of two
+    images, and the share of the first."""
     cut = options.cutmix > 0 and (options.mixup == 0 or random.random() < 0.5)
     alpha = options.cutmix if cut else options.mixup
     share = float(random.beta(alpha, alpha))
@@ -89,9 +85,9 @@ def mixed(
     height, width = first.shape[:2]
     side = (1 - share) ** 0.5
     high, wide = int(height * side), int(width * side)
-    middle, centre = random.integers(height), random.integers(width)
-    top, bottom = max(0, middle - high // 2), min(height, middle - high // 2 + high)
-    left, right = max(0, centre - wide // 2), min(width, centre - wide // 2 + wide)
-    patchwork = first.copy()
-    patchwork[top:bottom, left:right] = second[top:bottom, left:right]
-    return patchwork, float(1 - (bottom - top) * (right - left) / (height * width))
+    center_y, center_x = random.integers(height), random.integers(width)
+    top, bottom = max(0, center_y - high // 2), min(height, center_y - high // 2 + high)
+    left, right = max(0, center_x - wide // 2), min(width, center_x - wide // 2 + wide)
+    pasted = first.copy()
+    pasted[top:bottom, left:right] = second[top:bottom, left:right]
+    return pasted, float(1 - (bottom - top) * (right - left) / (height * width))

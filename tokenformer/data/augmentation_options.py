@@ -1,4 +1,4 @@
-"""What may be done to training images. Plain data: no torch here."""
+"""Options of image augmentation, without importing torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,27 +6,27 @@ from typing import Literal
 
 @dataclass
 class AugmentationOptions:
-    """How training images vary; by default not at all. Drawn from (seed, epoch, image) alone."""
+    """Augmentation of training images, none by default. It depends on (seed, epoch, image) only."""
 
     crop: Literal["none", "padded", "resized"] = "none"
-    """A random part of the image padded by an eighth; or a random part of it of any size above
-    `smallest_crop`, resized."""
+    """`padded`: pad by an eighth and crop the original size. `resized`: crop a random area of at
+    least `smallest_crop` and resize it."""
     smallest_crop: float = 0.08
-    """Smallest share of the image's area that a resized crop takes."""
+    """Smallest share of the area that a resized crop takes."""
     flip: bool = False
-    """Mirror half of the images, left to right."""
+    """Flip half of the images horizontally."""
     randaugment: int = 0
-    """Operations of RandAugment on every image; 2 is usual."""
+    """RandAugment operations per image; 2 is usual."""
     magnitude: float = 9.0
-    """Of those operations, out of 10."""
+    """Magnitude of those operations, 0 to 10."""
     magnitude_std: float = 0.5
+    """Standard deviation of the magnitude."""
     mixup: float = 0.0
-    """Alpha of the Beta distribution that images are blended by, such as 0.8; 0 for none."""
+    """Alpha of the Beta distribution of mixup, such as 0.8; 0 to disable."""
     cutmix: float = 0.0
-    """The same for rectangles of one image put into another. Where both are given, each mixes half
-    of the images."""
+    """The same for CutMix. If both are set, each is applied to half of the images."""
     label_smoothing: float = 0.0
-    """Share of the target that all classes share evenly."""
+    """Probability that is spread evenly over all classes."""
 
     def __post_init__(self) -> None:
         for name in ("randaugment", "magnitude_std", "mixup", "cutmix"):

@@ -1,7 +1,7 @@
-"""Batches of images with their targets, by the numbers of the samples.
+"""Batches of images and targets for training and validation.
 
-A sample is a pure function of (seed, epoch, image): which image it is, how it is varied, and which
-other image it is mixed with. So the same sample comes after a resume, on any rank, in any batch.
+A sample is a pure function of (seed, epoch, image): its augmentation and the image it is mixed
+with. So it is the same after a resume, on any rank and in any batch.
 """
 
 from collections.abc import Callable
@@ -13,19 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenformer.data.augmentation import Values, as_image, augmented, mixed
+from tokenformer.data.augmentation import Values, augment, mix
 from tokenformer.data.augmentation_options import AugmentationOptions
-from tokenformer.data.images import ImageSet, Pixels
+from tokenformer.data.images import ImageSet
 from tokenformer.data.order import shuffled
+from tokenformer.models.image_processing import TokenformerImageProcessor
 
-VARY, MIX, VARY_PARTNER = range(3)
-"""What a generator is for; each draws on its own."""
+AUGMENT, MIX, AUGMENT_PARTNER = range(3)
+"""Purposes of random generators; each has its own stream."""
 
 
 @dataclass(frozen=True)
 class ImageBatch:
-    pixels: Tensor  # [B, C, H, W], normalised
-    targets: Tensor  # [B, classes], distributions
+    pixels: Tensor  # [B, C, H, W], normalized
+    targets: Tensor  # [B, classes], probabilities
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -35,111 +36,106 @@ class ImageBatch:
 
 
 @dataclass(frozen=True)
-class AwaitedBatch:
-    """A batch that is read when it is to go somewhere, so that a large set need not fit."""
+class LazyBatch:
+    """A batch that is read when it is moved to a device, so that a large set need not fit in
+    memory."""
 
-    places: list[int]
+    indices: list[int]
     read: Callable[[list[int]], ImageBatch]
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.indices)
 
     def to(self, device: torch.device | str) -> ImageBatch:
-        return self.read(self.places).to(device)
+        return self.read(self.indices).to(device)
 
 
 Sample = tuple[Values, np.ndarray]
-"""Pixels [H, W, C] from 0 to 255, and the target [classes]."""
+"""Pixels [H, W, C], 0 to 255, and the target [classes]."""
 
 
 @dataclass(eq=False)
 class ImageReader:
-    """Makes batches of the pictures of a set, with `workers` while others are trained on."""
+    """Reads batches from an image set; `workers` threads prefetch the next one during training."""
 
     pictures: ImageSet
-    processor: Any
-    """A TokenformerImageProcessor: size, channels and norm."""
+    processor: TokenformerImageProcessor
     num_classes: int
     workers: int = 0
-    """Threads that decode and vary images; Pillow lets them run side by side."""
-    coming: dict[tuple[int, int], list["Future[Sample]"]] = field(init=False, default_factory=dict)
-    """What was told to be asked for next: the samples of (first sample, count)."""
+    """Threads that decode and augment images; Pillow releases the GIL."""
+    prefetched: dict[tuple[int, int], list["Future[Sample]"]] = field(
+        init=False, default_factory=dict
+    )
+    """The samples of the prefetched batch, by (first_sample, count)."""
 
     def __post_init__(self) -> None:
         self.threads = ThreadPoolExecutor(self.workers) if self.workers else None
 
-    def expect(
+    def prefetch(
         self, first_sample: int, count: int, seed: int, options: AugmentationOptions
     ) -> None:
-        """Begin with a batch that is asked for soon; one that was expected before is given up."""
+        """Start reading the next batch and cancel any batch prefetched before."""
         if self.threads is None:
             return
-        for given_up in self.coming.values():
-            for future in given_up:
+        for cancelled in self.prefetched.values():
+            for future in cancelled:
                 future.cancel()
         keys = self.keys(first_sample, count, seed)
         samples = [self.threads.submit(self.sample, key, options) for key in keys]
-        self.coming = {(first_sample, count): samples}
+        self.prefetched = {(first_sample, count): samples}
 
     def training_batch(
         self, first_sample: int, count: int, seed: int, options: AugmentationOptions
     ) -> ImageBatch:
-        """The samples first_sample .. first_sample + count - 1 since the start of training."""
-        if coming := self.coming.pop((first_sample, count), None):
-            return self.batch([future.result() for future in coming])
+        """Return samples first_sample .. first_sample + count - 1, counted from the first epoch."""
+        if futures := self.prefetched.pop((first_sample, count), None):
+            return self.batch([future.result() for future in futures])
         keys = self.keys(first_sample, count, seed)
-        return self.batch(self.mapped(lambda key: self.sample(key, options), keys))
+        return self.batch(self.map(lambda key: self.sample(key, options), keys))
 
     def keys(self, first_sample: int, count: int, seed: int) -> list[tuple[int, int, int]]:
-        """(seed, epoch, image) of these samples: all that they depend on."""
-        places = shuffled(len(self.pictures), seed, first_sample, count).tolist()
+        """Return (seed, epoch, image) of these samples, which determine them."""
+        indices = shuffled(len(self.pictures), seed, first_sample, count).tolist()
         samples = range(first_sample, first_sample + count)
         return [
-            (seed, sample // len(self.pictures), place)
-            for sample, place in zip(samples, places, strict=True)
+            (seed, sample // len(self.pictures), index)
+            for sample, index in zip(samples, indices, strict=True)
         ]
 
-    def plain_batch(self, places: list[int]) -> ImageBatch:
-        """These pictures as they are, for validation."""
-        return self.batch(self.mapped(self.plain_sample, places))
+    def plain_batch(self, indices: list[int]) -> ImageBatch:
+        """Return these images without augmentation, for validation."""
+        return self.batch(self.map(self.plain_sample, indices))
 
-    def held_out(self, batch_size: int, count: int) -> list[AwaitedBatch]:
-        """At most `count` pictures spread evenly over the set, always the same."""
+    def held_out(self, batch_size: int, count: int) -> list[LazyBatch]:
+        """Return batches of at most `count` images at even intervals, always the same ones."""
         count = min(count, len(self.pictures))
-        places = [i * (len(self.pictures) - 1) // max(1, count - 1) for i in range(count)]
+        indices = [i * (len(self.pictures) - 1) // max(1, count - 1) for i in range(count)]
         return [
-            AwaitedBatch(places[start : start + batch_size], self.plain_batch)
+            LazyBatch(indices[start : start + batch_size], self.plain_batch)
             for start in range(0, count, batch_size)
         ]
 
-    def plain_sample(self, place: int) -> Sample:
-        pixels, label = self.pictures.picture(place)
-        fitted = self.processor.fit(self.in_channels(pixels))
+    def plain_sample(self, index: int) -> Sample:
+        pixels, label = self.pictures.picture(index)
+        fitted = self.processor.fit(self.processor.convert_channels(pixels))
         return fitted.astype(np.float32), self.target(label, 0.0)
 
     def sample(self, key: tuple[int, int, int], options: AugmentationOptions) -> Sample:
-        image, target = self.varied(key[-1], options, generator(*key, VARY))
+        image, target = self.augmented(key[-1], options, generator(*key, AUGMENT))
         if options.mixup or options.cutmix:
             random = generator(*key, MIX)
             partner = int(random.integers(len(self.pictures)))
-            other, other_target = self.varied(partner, options, generator(*key, VARY_PARTNER))
-            image, share = mixed(image, other, options, random)
+            other, other_target = self.augmented(partner, options, generator(*key, AUGMENT_PARTNER))
+            image, share = mix(image, other, options, random)
             target = share * target + (1 - share) * other_target
         return image, target
 
-    def varied(
-        self, place: int, options: AugmentationOptions, random: np.random.Generator
+    def augmented(
+        self, index: int, options: AugmentationOptions, random: np.random.Generator
     ) -> Sample:
-        pixels, label = self.pictures.picture(place)
-        made = augmented(self.in_channels(pixels), options, random, self.processor)
-        return made.astype(np.float32), self.target(label, options.label_smoothing)
-
-    def in_channels(self, pixels: Pixels) -> Pixels:
-        if pixels.shape[2] == self.processor.num_channels:
-            return pixels
-        if pixels.shape[2] == 1:
-            return np.repeat(pixels, 3, axis=2)
-        return np.asarray(as_image(pixels).convert("L"))[:, :, None]
+        pixels, label = self.pictures.picture(index)
+        pixels = augment(self.processor.convert_channels(pixels), options, random, self.processor)
+        return pixels.astype(np.float32), self.target(label, options.label_smoothing)
 
     def target(self, label: int, smoothing: float) -> np.ndarray:
         target = np.full(self.num_classes, smoothing / self.num_classes, dtype=np.float32)
@@ -147,19 +143,16 @@ class ImageReader:
         return target
 
     def batch(self, samples: list[Sample]) -> ImageBatch:
-        pixels = np.stack([image for image, _ in samples])  # [B, H, W, C], from 0 to 255
-        mean = np.asarray(self.processor.image_mean, np.float32)
-        std = np.asarray(self.processor.image_std, np.float32)
-        normed = (pixels / np.float32(255) - mean) / std
+        values = np.stack([self.processor.to_pixel_values(image) for image, _ in samples])
         return ImageBatch(
-            torch.from_numpy(normed).permute(0, 3, 1, 2).contiguous(),
+            torch.from_numpy(values).contiguous(),  # [B, C, H, W]
             torch.from_numpy(np.stack([target for _, target in samples])),
         )
 
-    def mapped(self, make: Callable[[Any], Sample], items: list[Any]) -> list[Sample]:
+    def map(self, make: Callable[[Any], Sample], items: list[Any]) -> list[Sample]:
         return list(map(make, items) if self.threads is None else self.threads.map(make, items))
 
 
-def generator(seed: int, epoch: int, place: int, purpose: int) -> np.random.Generator:
-    """numpy keeps what PCG64 gives for a seed the same from version to version."""
-    return np.random.Generator(np.random.PCG64([seed, epoch, place, purpose]))
+def generator(seed: int, epoch: int, index: int, purpose: int) -> np.random.Generator:
+    """PCG64, whose stream for a seed is the same in every version of numpy."""
+    return np.random.Generator(np.random.PCG64([seed, epoch, index, purpose]))

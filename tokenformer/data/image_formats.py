@@ -1,6 +1,6 @@
-"""Image sets in binary files: IDX, as MNIST and Fashion-MNIST come, and CIFAR's.
+"""Readers of binary image sets: IDX (MNIST, Fashion-MNIST) and CIFAR.
 
-Both are read whole, plain or gzipped, and checked against what their headers or sizes promise.
+Files may be gzipped. They are read into memory and checked against their headers or record size.
 """
 
 import gzip
@@ -16,7 +16,7 @@ from tokenformer.data.images import ArrayImages
 from tokenformer.errors import DataError
 
 IDX_BYTES, IDX_IMAGES, IDX_LABELS = 8, 3, 1
-"""The code of unsigned bytes, and the dimensions of images [N, H, W] and of labels [N]."""
+"""The type code of uint8, and the dimensions of images [N, H, W] and of labels [N]."""
 CIFAR_SIDE, CIFAR_CHANNELS = 32, 3
 CIFAR_PIXELS = CIFAR_CHANNELS * CIFAR_SIDE**2
 
@@ -30,37 +30,37 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_idx(path: Path) -> npt.NDArray[np.uint8]:
-    """The array of an IDX file: two zero bytes, a type, the dimensions, then the numbers."""
+    """Return the array of an IDX file: two zero bytes, a type, the shape, then the values."""
     data = read_bytes(path)
     if len(data) < 4 or data[:2] != b"\0\0" or data[2] != IDX_BYTES or not 1 <= data[3] <= 4:
         raise DataError(f"{path} is not an IDX file of bytes: it begins with {data[:4].hex()}")
     dimensions, start = data[3], 4 + 4 * data[3]
     shape = struct.unpack(f">{dimensions}I", data[4:start]) if len(data) >= start else ()
     if not shape or len(data) - start != int(np.prod(shape, dtype=object)):
-        raise DataError(f"{path} is torn: {len(data)} bytes, for an array of {shape}")
+        raise DataError(f"{path} is truncated: {len(data)} bytes, for an array of {shape}")
     return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
 
 
 def idx_images(images: Path, labels: Path, classes: list[str] | None = None) -> ArrayImages:
-    pixels, of = read_idx(images), read_idx(labels)
-    for path, array, wanted in ((images, pixels, IDX_IMAGES), (labels, of, IDX_LABELS)):
+    pixels, targets = read_idx(images), read_idx(labels)
+    for path, array, wanted in ((images, pixels, IDX_IMAGES), (labels, targets, IDX_LABELS)):
         if array.ndim != wanted:
-            raise DataError(f"{path} has {array.ndim} dimensions; {wanted} are expected")
-    if len(pixels) != len(of):
-        raise DataError(f"{images} has {len(pixels)} images, {labels} has {len(of)} labels")
-    return ArrayImages(pixels[..., None], of, classes)
+            raise DataError(f"{path} has {array.ndim} dimensions; expected {wanted}")
+    if len(pixels) != len(targets):
+        raise DataError(f"{images} has {len(pixels)} images, {labels} has {len(targets)} labels")
+    return ArrayImages(pixels[..., None], targets, classes)
 
 
 def cifar_images(paths: list[Path], classes: list[str]) -> ArrayImages:
-    """The records of CIFAR-10 (a label, 3072 pixels) or CIFAR-100 (a coarse and a fine label): by
-    the number of classes."""
+    """Read CIFAR-10 (a label and 3072 pixels per record) or, with 100 classes, CIFAR-100 (a coarse
+    and a fine label)."""
     labels = 2 if len(classes) == 100 else 1
     size = labels + CIFAR_PIXELS
     parts: list[npt.NDArray[Any]] = []
     for path in paths:
         data = read_bytes(path)
         if not data or len(data) % size:
-            raise DataError(f"{path} is torn: {len(data)} bytes are not records of {size}")
+            raise DataError(f"{path} is truncated: {len(data)} bytes are not a multiple of {size}")
         parts.append(np.frombuffer(data, np.uint8).reshape(-1, size))
     records = np.concatenate(parts)
     planes = records[:, labels:].reshape(-1, CIFAR_CHANNELS, CIFAR_SIDE, CIFAR_SIDE)

@@ -1,4 +1,4 @@
-"""Where image sets come from: a name or a path to training and held-out pictures.
+"""Loads the training and held-out images of a source, given by name or path.
 
 | source                              | found by                                                |
 |-------------------------------------|---------------------------------------------------------|
@@ -27,6 +27,7 @@ from tokenformer.data.images import (
 )
 from tokenformer.data.order import shuffled
 from tokenformer.errors import DataError
+from tokenformer.installation import install_hint
 from tokenformer.paths import (
     NameNotFoundError,
     check_hub,
@@ -38,7 +39,7 @@ from tokenformer.paths import (
 
 DIGITS = "digits"
 HELD_OUT = ("val", "validation", "valid", "test")
-"""Names of a split that is not trained on, in the order in which they are looked for."""
+"""Names of the held-out split, by priority."""
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 FASHION = [
     "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat",
@@ -61,8 +62,8 @@ class ImageSplits:
 def load_images(
     source: str, *, held_out_share: float = HELD_OUT_SHARE, on_corrupt: str = "refuse"
 ) -> ImageSplits:
-    """Both splits of a source. One without held-out pictures gives up `held_out_share` of its own,
-    always the same."""
+    """Load both splits of a source. Without a held-out split, `held_out_share` of the training
+    images is held out, always the same ones."""
     splits = all_splits(source, on_corrupt)
     if "train" not in splits:
         raise DataError(f"{source} has no split `train`; it has {', '.join(splits)}")
@@ -70,18 +71,18 @@ def load_images(
     for name in HELD_OUT:
         if name in splits:
             known, found = train.classes, splits[name].classes
-            if found != known[: len(found)]:  # it may lack the last ones
+            if found != known[: len(found)]:  # the last classes may be missing
                 raise DataError(f"{source} has other classes in {name} than in train")
             return ImageSplits(train, splits[name])
-    return divided(train, held_out_share)
+    return split_set(train, held_out_share)
 
 
-def images_to_measure(source: str, on_corrupt: str = "refuse") -> tuple[ImageSet, str]:
-    """The pictures of a source that a model is measured on, and what they are called: those that
-    come as held out, or of the digits the ones that training holds out, else all."""
+def load_test_images(source: str, on_corrupt: str = "refuse") -> tuple[ImageSet, str]:
+    """Load the images to evaluate on and the name of their split: the held-out split, for `digits`
+    the images that training holds out, else all images."""
     splits = all_splits(source, on_corrupt)
     if source == DIGITS:
-        return divided(splits["train"], HELD_OUT_SHARE).held_out, "held out"
+        return split_set(splits["train"], HELD_OUT_SHARE).held_out, "held out"
     for name in (*HELD_OUT, *splits):
         if name in splits:
             return splits[name], name
@@ -89,7 +90,7 @@ def images_to_measure(source: str, on_corrupt: str = "refuse") -> tuple[ImageSet
 
 
 def check_images(source: str) -> None:
-    """Refuse at once what is neither a folder here nor a dataset on the hub, asked once."""
+    """Raise an error unless a source is a local folder or a dataset on the hub."""
     reason = ""
     if source == DIGITS:
         return
@@ -101,7 +102,7 @@ def check_images(source: str) -> None:
     elif not exists(expand_user(source)):
         reason = missing_message(source)
     elif not expand_user(source).is_dir():
-        reason = "it is a file; give the folder that it is in"
+        reason = "it is a file; give its folder"
     if reason:
         raise DataError(f"images {source} are neither a folder nor a dataset: {reason}")
 
@@ -114,16 +115,17 @@ def all_splits(source: str, on_corrupt: str) -> dict[str, ImageSet]:
         return {"train": digits()}
     if not is_local(source):
         return dataset_splits(source, on_corrupt)
-    for found in (idx_splits, cifar_splits, saved_splits, folder_splits):
-        if splits := found(folder, on_corrupt):
+    for read_splits in (idx_splits, cifar_splits, saved_splits, folder_splits):
+        if splits := read_splits(folder, on_corrupt):
             return splits
     raise DataError(
-        f"{folder} holds no images: neither IDX nor CIFAR files, nor folders of images by class, "
-        "nor a saved dataset"
+        f"{folder} has no images: no IDX or CIFAR files, no folders of images by class, "
+        "no saved dataset"
     )
 
 
-def divided(whole: ImageSet, share: float) -> ImageSplits:
+def split_set(whole: ImageSet, share: float) -> ImageSplits:
+    """Hold out a fixed random share of a set."""
     if not 0 < share < 1:
         raise DataError(f"held_out_share={share} must be between 0 and 1")
     order = shuffled(len(whole), SPLIT_SEED, 0, len(whole)).tolist()
@@ -140,9 +142,7 @@ def digits() -> ArrayImages:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise DataError(
-            'the digits come with scikit-learn: pip install "tokenformer[vision]"'
-        ) from None
+        raise DataError(f"the digits come with scikit-learn: {install_hint('vision')}") from None
     found = load_digits()
     pixels = np.round(found.images * (255 / 16)).astype(np.uint8)
     return ArrayImages(pixels[..., None], found.target)
@@ -181,32 +181,32 @@ def cifar_splits(folder: Path, on_corrupt: str) -> dict[str, ImageSet]:
 
 
 def saved_splits(folder: Path, on_corrupt: str) -> dict[str, ImageSet]:
-    """A dataset that `datasets` has saved."""
+    """Read a dataset saved by `datasets`."""
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         import datasets
 
-        return of_dataset(str(folder), lambda: datasets.load_from_disk(str(folder)), on_corrupt)
+        return read_dataset(str(folder), lambda: datasets.load_from_disk(str(folder)), on_corrupt)
     return {}
 
 
 def dataset_splits(name: str, on_corrupt: str) -> dict[str, ImageSet]:
     import datasets
 
-    return of_dataset(name, lambda: datasets.load_dataset(name), on_corrupt)
+    return read_dataset(name, lambda: datasets.load_dataset(name), on_corrupt)
 
 
-def of_dataset(name: str, load: Callable[[], Any], on_corrupt: str) -> dict[str, ImageSet]:
+def read_dataset(name: str, load: Callable[[], Any], on_corrupt: str) -> dict[str, ImageSet]:
     try:
         found = load()
-    except Exception as error:  # whatever a hub, a disk or a loader may raise
+    except Exception as error:  # anything the hub, the disk or a loader raises
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"images {name} are neither a folder nor a dataset: {reason}") from None
     rows_by_split = dict(found) if isinstance(found, dict) else {"train": found}
-    return {split: of_rows(name, rows, on_corrupt) for split, rows in rows_by_split.items()}
+    return {split: read_rows(name, rows, on_corrupt) for split, rows in rows_by_split.items()}
 
 
-def of_rows(name: str, rows: Any, on_corrupt: str) -> DatasetImages:
-    """The first column of images and the first of classes, by their types."""
+def read_rows(name: str, rows: Any, on_corrupt: str) -> DatasetImages:
+    """Find the first column of images and the first of classes by their types."""
     import datasets
 
     kinds = {column: type(feature) for column, feature in rows.features.items()}
@@ -215,15 +215,15 @@ def of_rows(name: str, rows: Any, on_corrupt: str) -> DatasetImages:
     label = label or next((c for c in ("label", "labels", "fine_label") if c in kinds), None)
     if image is None or label is None:
         raise DataError(
-            f"dataset {name} needs a column of images and one of classes; it has "
+            f"dataset {name} needs an image column and a label column; it has "
             + ", ".join(f"{column} ({kind.__name__})" for column, kind in kinds.items())
         )
     return DatasetImages(rows, image, label, on_corrupt)
 
 
 def folder_splits(folder: Path, on_corrupt: str) -> dict[str, ImageSet]:
-    """`train/CLASS/...` and `val/CLASS/...`, or one of them; or `CLASS/...` alone."""
-    inside = {path.name: path for path in folders(folder)}
+    """Read `train/CLASS/...` and `val/CLASS/...`, one of them, or just `CLASS/...`."""
+    inside = {path.name: path for path in subfolders(folder)}
     if "train" not in inside and not set(inside) <= set(HELD_OUT):
         whole = class_folders(folder, on_corrupt)
         return {} if whole is None else {"train": whole}
@@ -232,23 +232,25 @@ def folder_splits(folder: Path, on_corrupt: str) -> dict[str, ImageSet]:
         for name in ("train", *HELD_OUT)
         if name in inside
     }
-    splits: dict[str, ImageSet] = {name: of for name, of in found.items() if of is not None}
+    splits: dict[str, ImageSet] = {
+        name: images for name, images in found.items() if images is not None
+    }
     first = next(iter(splits), "")
     for name, pictures in splits.items():
         if pictures.classes != splits[first].classes:
-            strange = set(pictures.classes) ^ set(splits[first].classes)
+            different = sorted(set(pictures.classes) ^ set(splits[first].classes))
             raise DataError(
-                f"{folder / name} has other classes than {first}: {', '.join(sorted(strange)[:5])}"
+                f"{folder / name} has other classes than {first}: {', '.join(different[:5])}"
             )
     return splits
 
 
 def class_folders(folder: Path, on_corrupt: str) -> FileImages | None:
-    """A folder of folders, each a class; classes and files in the order of their names."""
+    """Read a folder with one subfolder per class; classes and files are sorted by name."""
     classes: list[str] = []
     paths: list[Path] = []
     labels: list[int] = []
-    for home in folders(folder):
+    for home in subfolders(folder):
         files = sorted(path for path in home.rglob("*") if is_image(path.relative_to(home), home))
         if files:
             paths += files
@@ -257,14 +259,15 @@ def class_folders(folder: Path, on_corrupt: str) -> FileImages | None:
     return FileImages(paths, labels, classes, on_corrupt) if paths else None
 
 
-def folders(folder: Path) -> list[Path]:
-    """Those inside, by name; hidden ones are left by tools: `.git`, `.ipynb_checkpoints`."""
+def subfolders(folder: Path) -> list[Path]:
+    """Return the subfolders by name, without hidden ones such as `.ipynb_checkpoints`."""
     return sorted(
         path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")
     )
 
 
 def is_image(path: Path, home: Path) -> bool:
-    """By its name; hidden files, such as `._1.jpg` from a Mac, only look like images."""
+    """Whether a path is an image by its suffix. Hidden files, such as `._1.jpg` from macOS, are
+    not."""
     hidden = any(part.startswith(".") for part in path.parts)
     return path.suffix.lower() in SUFFIXES and not hidden and (home / path).is_file()

@@ -1,11 +1,11 @@
-"""Image sets: pictures by number, each with a class, whatever they are stored as.
+"""Labeled image sets, in memory or decoded on access.
 
-    pictures = ArrayImages(pixels, labels, classes)     # in memory, all of one size
-    pictures = FileImages(paths, labels, classes)       # decoded when asked for
+    images = ArrayImages(pixels, labels, classes)     # in memory, all of one size
+    images = FileImages(paths, labels, classes)       # decoded on access
 
-A picture that cannot be decoded is refused by name, or with `on_corrupt="skip"` replaced by the
-next one that can be, the same on every run; who was skipped is logged, and noted in `skipped`. One
-of more pixels than Pillow's MAX_IMAGE_PIXELS counts as such: it is refused before it is decoded.
+An image that cannot be decoded raises an error that names it. With `on_corrupt="skip"` the next
+readable image takes its index, the same one on every run; skipped images are logged and listed in
+`skipped`. An image with more pixels than Pillow's MAX_IMAGE_PIXELS is refused before decoding.
 """
 
 import logging
@@ -23,24 +23,20 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenformer.errors import DataError
+from tokenformer.models.pixels import Pixels, to_pillow, to_pixels
 
 logger = logging.getLogger(__name__)
 
-Pixels = npt.NDArray[np.uint8]
-"""[H, W, C] of one picture, [N, H, W, C] of many; C is 1 or 3."""
-
-LARGE = 1 << 24
-"""Pixels; an image with more is reduced while it is decoded. Models take far fewer."""
-STRIP = 64
-"""Rows that are reduced at a time, so that a large image is not held twice."""
-DEEP = ("I", "I;16", "I;16L", "I;16B", "I;16N")
-"""Pillow's modes of grey images with 16 bits a pixel."""
+MAX_PIXELS = 1 << 24
+"""Images with more pixels are downscaled while they are decoded. Models take far fewer."""
+STRIP_ROWS = 64
+"""Output rows that are downscaled at a time, so that a large image is not in memory twice."""
 POLICIES = ("refuse", "skip")
-MOST_IN_A_ROW = 1000
+MAX_SKIPPED_IN_A_ROW = 1000
 
 
 class CorruptImageError(DataError):
-    """A picture cannot be decoded."""
+    """An image cannot be decoded."""
 
 
 class ImageSet(Protocol):
@@ -49,7 +45,7 @@ class ImageSet(Protocol):
     def __len__(self) -> int: ...
 
     def picture(self, index: int) -> tuple[Pixels, int]:
-        """Pixels [H, W, C] and the class."""
+        """Return the pixels [H, W, C] and the class of an image."""
         ...
 
 
@@ -60,7 +56,7 @@ class ArrayImages:
         if len(pixels) != len(labels):
             raise DataError(f"{len(pixels)} images have {len(labels)} labels")
         if not len(pixels):
-            raise DataError("there are no images")
+            raise DataError("the image set is empty")
         self.pixels, self.labels = pixels, np.asarray(labels, dtype=np.int64)
         count = int(self.labels.max()) + 1
         self.classes = list(classes) if classes else [str(label) for label in range(count)]
@@ -75,7 +71,7 @@ class ArrayImages:
 
 
 class DecodedImages:
-    """Pictures that are decoded when asked for."""
+    """Images that are decoded on access."""
 
     def __init__(self, labels: Sequence[Any], classes: Sequence[str], on_corrupt: str) -> None:
         check_policy(on_corrupt)
@@ -86,41 +82,41 @@ class DecodedImages:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def name(self, place: int) -> Any:
-        """What a picture is called where it cannot be read."""
+    def name(self, index: int) -> Any:
+        """The name of an image in messages."""
         raise NotImplementedError
 
-    def decode(self, place: int) -> Pixels:
+    def decode(self, index: int) -> Pixels:
         raise NotImplementedError
 
     def picture(self, index: int) -> tuple[Pixels, int]:
-        for step in range(min(len(self), MOST_IN_A_ROW)):
-            place = (index + step) % len(self)
+        for offset in range(min(len(self), MAX_SKIPPED_IN_A_ROW)):
+            candidate = (index + offset) % len(self)
             try:
-                return self.decode(place), self.label(place)
+                return self.decode(candidate), self.label(candidate)
             except CorruptImageError as error:
                 if self.on_corrupt == "refuse":
                     raise
-                self.skip(place, error)
-        raise DataError(f"{self.name(index)} and all after it cannot be read as images")
+                self.skip(candidate, error)
+        raise DataError(f"{self.name(index)} and all images after it cannot be read")
 
-    def label(self, place: int) -> int:
-        label = self.labels[place]
-        if label is None or not 0 <= label < len(self.classes):  # of a hidden test set, -1
-            raise DataError(f"{self.name(place)} has the label {label}, which is no class")
+    def label(self, index: int) -> int:
+        label = self.labels[index]
+        if label is None or not 0 <= label < len(self.classes):  # -1 in hidden test sets
+            raise DataError(f"{self.name(index)} has the label {label}, which is not a class")
         return int(label)
 
-    def skip(self, place: int, error: DataError) -> None:
-        """Told once for each picture, by whichever thread comes first."""
+    def skip(self, index: int, error: DataError) -> None:
+        """Log a skipped image once, from whichever thread comes first."""
         with self.lock:
-            known = self.name(place) in self.skipped
-            self.skipped.add(self.name(place))
+            known = self.name(index) in self.skipped
+            self.skipped.add(self.name(index))
         if not known:
             logger.warning("%s; skipped", error)
 
 
 class FileImages(DecodedImages):
-    """Image files of any kind that Pillow reads, as colour or, where they are grey, as grey."""
+    """Image files in any format that Pillow reads, as grayscale or RGB."""
 
     def __init__(
         self,
@@ -132,11 +128,11 @@ class FileImages(DecodedImages):
         super().__init__(list(labels), classes, on_corrupt)
         self.paths = list(paths)
 
-    def name(self, place: int) -> Path:
-        return self.paths[place]
+    def name(self, index: int) -> Path:
+        return self.paths[index]
 
-    def decode(self, place: int) -> Pixels:
-        return decoded(self.paths[place])
+    def decode(self, index: int) -> Pixels:
+        return decode_file(self.paths[index])
 
 
 class DatasetImages(DecodedImages):
@@ -147,24 +143,24 @@ class DatasetImages(DecodedImages):
         names = getattr(rows.features[label], "names", None)
         if names is None and not all(isinstance(each, int) for each in labels):
             raise DataError(
-                f"column {label} holds {rows.features[label].dtype} where numbers of classes are "
-                "expected; `class_encode_column` of a dataset makes them"
+                f"column {label} has dtype {rows.features[label].dtype}, not class numbers; "
+                "convert it with the dataset's `class_encode_column`"
             )
         super().__init__(labels, names or [str(n) for n in range(max(labels) + 1)], on_corrupt)
         self.feature = replace(rows.features[image], decode=True)
         self.rows, self.image = rows.cast_column(image, replace(self.feature, decode=False)), image
 
-    def name(self, place: int) -> str:
-        return f"row {place}"
+    def name(self, index: int) -> str:
+        return f"row {index}"
 
-    def decode(self, place: int) -> Pixels:
-        return pixels_of(self.name(place), lambda: self.opened(place))
+    def decode(self, index: int) -> Pixels:
+        return decode(self.name(index), lambda: self.open(index))
 
-    def opened(self, place: int) -> Any:
-        """The image, not yet decoded as `datasets` would: its size is checked first."""
+    def open(self, index: int) -> Any:
+        """Open the image without decoding it, as `datasets` would, to check its size first."""
         from PIL import Image
 
-        stored = self.rows[place][self.image]
+        stored = self.rows[index][self.image]
         if stored is None:
             return None
         if stored["bytes"] is not None:
@@ -180,36 +176,37 @@ class DatasetImages(DecodedImages):
 
 
 class SubsetImages:
-    """Some pictures of another set, in the order of `places`."""
+    """The images of another set at `indices`."""
 
-    def __init__(self, whole: ImageSet, places: Sequence[int]) -> None:
-        self.whole, self.places, self.classes = whole, list(places), whole.classes
+    def __init__(self, whole: ImageSet, indices: Sequence[int]) -> None:
+        self.whole, self.indices, self.classes = whole, list(indices), whole.classes
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.indices)
 
     def picture(self, index: int) -> tuple[Pixels, int]:
-        return self.whole.picture(self.places[index])
+        return self.whole.picture(self.indices[index])
 
 
-def decoded(path: Path) -> Pixels:
-    """The pixels of an image file; a file that holds none is refused by name."""
+def decode_file(path: Path) -> Pixels:
+    """Return the pixels of an image file, [H, W, 1] or [H, W, 3]."""
     from PIL import Image
 
-    return pixels_of(path, lambda: Image.open(path))
+    return decode(path, lambda: Image.open(path))
 
 
-def pixels_of(name: Any, read: Callable[[], Any]) -> Pixels:
+def decode(name: Any, read: Callable[[], Any]) -> Pixels:
+    """Decode the Pillow image that `read` opens; errors call it `name`."""
     from PIL import Image
 
-    silence_warning()
+    silence_size_warning()
     try:
         image = read()
         if image is None:
             raise ValueError("it is missing")
         with image:
             check_size(image)
-            return in_channels(image)
+            return read_pixels(image)
     except FileNotFoundError:
         raise CorruptImageError(f"{name} does not exist") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
@@ -218,59 +215,47 @@ def pixels_of(name: Any, read: Callable[[], Any]) -> Pixels:
 
 
 @cache
-def silence_warning() -> None:
-    """Pillow only warns of images up to twice its limit; `check_size` refuses them."""
+def silence_size_warning() -> None:
+    """Pillow only warns about images up to twice its limit; `check_size` refuses them."""
     from PIL import Image
 
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 def check_size(image: Any) -> None:
-    """Of an image that is open but not yet decoded: decoding takes up to 4 bytes a pixel."""
+    """Refuse a large image before it is decoded, which takes up to 4 bytes per pixel."""
     from PIL import Image
 
-    most, pixels = Image.MAX_IMAGE_PIXELS, image.width * image.height
-    if most is not None and pixels > most:
+    limit, pixels = Image.MAX_IMAGE_PIXELS, image.width * image.height
+    if limit is not None and pixels > limit:
         raise ValueError(
-            f"it has {image.width} x {image.height} pixels, more than the limit of {most:,}; "
-            "make it smaller, or raise PIL.Image.MAX_IMAGE_PIXELS"
+            f"it has {image.width} x {image.height} pixels, more than the limit of {limit:,}; "
+            "shrink it, or raise PIL.Image.MAX_IMAGE_PIXELS"
         )
 
 
-def in_channels(image: Any) -> Pixels:
-    """[H, W, 1] of a grey Pillow image, [H, W, 3] of any other, upright as its camera noted. One of
-    more than LARGE pixels is reduced by a whole number."""
-    from PIL import Image, ImageOps
+def read_pixels(image: Any) -> Pixels:
+    """Return `to_pixels` of a Pillow image, upright by its EXIF orientation. An image of more than
+    MAX_PIXELS is downscaled by an integer factor."""
+    from PIL import ImageOps
 
-    if (factor := reduction(image)) > 1:
-        # A JPEG is decoded at the next size that is not smaller; other formats ignore this.
+    if (factor := downscale_factor(image)) > 1:
+        # JPEG decodes to the next larger size it supports; other formats ignore this.
         image.draft(None, (image.width // factor, image.height // factor))
     ImageOps.exif_transpose(image, in_place=True)
-    if (factor := reduction(image)) == 1:
-        return channels_of(image)
+    if (factor := downscale_factor(image)) == 1:
+        return to_pixels(image)
     strips = []
-    for top in range(0, image.height, STRIP * factor):
-        bottom = min(top + STRIP * factor, image.height)
-        pixels = channels_of(image.crop((0, top, image.width, bottom)))
-        grey = pixels.shape[2] == 1
-        strip = Image.fromarray(pixels[:, :, 0] if grey else pixels).reduce(factor)
+    for top in range(0, image.height, STRIP_ROWS * factor):
+        bottom = min(top + STRIP_ROWS * factor, image.height)
+        strip = to_pillow(to_pixels(image.crop((0, top, image.width, bottom)))).reduce(factor)
         strips.append(np.asarray(strip).reshape(strip.height, strip.width, -1))
     return np.concatenate(strips)
 
 
-def reduction(image: Any) -> int:
-    """The least whole number by which the sides are divided so that LARGE pixels are enough."""
-    return max(1, math.ceil(math.sqrt(image.width * image.height / LARGE)))
-
-
-def channels_of(image: Any) -> Pixels:
-    if image.mode in DEEP:
-        # Pillow would cut off what is above 255, and leave nearly all white.
-        return (np.clip(np.asarray(image), 0, 65535) // 256).astype(np.uint8)[:, :, None]
-    grey = image.mode in ("L", "1")
-    mode = "L" if grey else "RGB"
-    pixels = np.asarray(image if image.mode == mode else image.convert(mode))
-    return pixels[:, :, None] if grey else pixels
+def downscale_factor(image: Any) -> int:
+    """Return the smallest integer factor that leaves at most MAX_PIXELS."""
+    return max(1, math.ceil(math.sqrt(image.width * image.height / MAX_PIXELS)))
 
 
 def check_policy(on_corrupt: str) -> None:

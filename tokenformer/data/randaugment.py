@@ -1,7 +1,7 @@
-"""RandAugment: a few operations, drawn anew for every image, at one magnitude.
+"""RandAugment: a few random operations per image, at one magnitude.
 
-Cubuk et al., 2019, https://arxiv.org/abs/1909.13719; as in MAE's recipe the magnitude of each
-operation is drawn around the given one, and a larger one always changes the image more.
+Cubuk et al., 2019, https://arxiv.org/abs/1909.13719. As in MAE's recipe the magnitude of each
+operation is sampled around the given one, and a larger magnitude always changes the image more.
 """
 
 from collections.abc import Callable
@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-MOST_SHEAR, MOST_SHIFT, MOST_TURN = 0.3, 0.45, 30.0
+MAX_SHEAR, MAX_TRANSLATION, MAX_DEGREES = 0.3, 0.45, 30.0
 FILL = 128
-LARGEST = 10.0
+MAX_MAGNITUDE = 10.0
 
 Operation = Callable[[Any, float], Any]
 """(a Pillow image, a level in [-1, 1] or [0, 1]) -> an image."""
 
 
-def warped(image: Any, matrix: tuple[float, ...]) -> Any:
+def transform(image: Any, matrix: tuple[float, ...]) -> Any:
     from PIL import Image
 
     fill = FILL if image.mode == "L" else (FILL,) * 3
@@ -26,15 +26,15 @@ def warped(image: Any, matrix: tuple[float, ...]) -> Any:
     )
 
 
-def turned(image: Any, level: float) -> Any:
+def rotate(image: Any, level: float) -> Any:
     from PIL import Image
 
     fill = FILL if image.mode == "L" else (FILL,) * 3
-    return image.rotate(MOST_TURN * level, Image.Resampling.BICUBIC, fillcolor=fill)
+    return image.rotate(MAX_DEGREES * level, Image.Resampling.BICUBIC, fillcolor=fill)
 
 
-def enhanced(kind: str) -> Operation:
-    """Colour, contrast, brightness or sharpness, more or less of it."""
+def enhancement(kind: str) -> Operation:
+    """More or less color, contrast, brightness or sharpness."""
 
     def enhance(image: Any, level: float) -> Any:
         from PIL import ImageEnhance
@@ -44,56 +44,56 @@ def enhanced(kind: str) -> Operation:
     return enhance
 
 
-def toned(kind: str, *arguments: Callable[[float], int]) -> Operation:
-    """An operation of ImageOps that takes whole numbers, made of the level, or none."""
+def image_op(kind: str, *arguments: Callable[[float], int]) -> Operation:
+    """An operation of ImageOps with integer arguments computed from the level, or none."""
 
-    def tone(image: Any, level: float) -> Any:
+    def apply(image: Any, level: float) -> Any:
         from PIL import ImageOps
 
         return getattr(ImageOps, kind)(image, *(make(abs(level)) for make in arguments))
 
-    return tone
+    return apply
 
 
-def brightened_shadows(image: Any, level: float) -> Any:
-    """Add to what is darker than the middle: solarize-add."""
+def solarize_add(image: Any, level: float) -> Any:
+    """Brighten the pixels below 128."""
     added = int(110 * abs(level))
     table = [min(255, value + added) if value < 128 else value for value in range(256)]
     return image.point(table * len(image.getbands()))
 
 
 OPERATIONS: dict[str, Operation] = {
-    "shear_x": lambda image, level: warped(image, (1, MOST_SHEAR * level, 0, 0, 1, 0)),
-    "shear_y": lambda image, level: warped(image, (1, 0, 0, MOST_SHEAR * level, 1, 0)),
-    "shift_x": lambda image, level: warped(
-        image, (1, 0, MOST_SHIFT * level * image.size[0], 0, 1, 0)
+    "shear_x": lambda image, level: transform(image, (1, MAX_SHEAR * level, 0, 0, 1, 0)),
+    "shear_y": lambda image, level: transform(image, (1, 0, 0, MAX_SHEAR * level, 1, 0)),
+    "translate_x": lambda image, level: transform(
+        image, (1, 0, MAX_TRANSLATION * level * image.size[0], 0, 1, 0)
     ),
-    "shift_y": lambda image, level: warped(
-        image, (1, 0, 0, 0, 1, MOST_SHIFT * level * image.size[1])
+    "translate_y": lambda image, level: transform(
+        image, (1, 0, 0, 0, 1, MAX_TRANSLATION * level * image.size[1])
     ),
-    "turn": turned,
-    "colour": enhanced("Color"),
-    "contrast": enhanced("Contrast"),
-    "brightness": enhanced("Brightness"),
-    "sharpness": enhanced("Sharpness"),
-    "auto_contrast": toned("autocontrast"),
-    "equalize": toned("equalize"),
-    "invert": toned("invert"),
-    "posterize": toned("posterize", lambda level: max(1, 4 - int(4 * level))),
-    "solarize": toned("solarize", lambda level: 256 - int(256 * level)),
-    "brighten_shadows": brightened_shadows,
+    "rotate": rotate,
+    "color": enhancement("Color"),
+    "contrast": enhancement("Contrast"),
+    "brightness": enhancement("Brightness"),
+    "sharpness": enhancement("Sharpness"),
+    "auto_contrast": image_op("autocontrast"),
+    "equalize": image_op("equalize"),
+    "invert": image_op("invert"),
+    "posterize": image_op("posterize", lambda level: max(1, 4 - int(4 * level))),
+    "solarize": image_op("solarize", lambda level: 256 - int(256 * level)),
+    "solarize_add": solarize_add,
 }
 
 
 def randaugment(
     image: Any, random: np.random.Generator, *, count: int, magnitude: float, deviation: float
 ) -> Any:
-    """`count` operations on a Pillow image of mode L or RGB, each with chance one half."""
+    """Apply `count` operations to a Pillow image of mode L or RGB, each with probability 0.5."""
     names = list(OPERATIONS)
     for _ in range(count):
         name = names[random.integers(len(names))]
-        drawn = random.normal(magnitude, deviation) if deviation else magnitude
-        level = float(np.clip(drawn, 0, LARGEST)) / LARGEST
+        sampled = random.normal(magnitude, deviation) if deviation else magnitude
+        level = float(np.clip(sampled, 0, MAX_MAGNITUDE)) / MAX_MAGNITUDE
         sign = 1 if random.random() < 0.5 else -1
         if random.random() < 0.5:
             image = OPERATIONS[name](image, sign * level)

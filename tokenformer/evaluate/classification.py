@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenformer.data.augmentation import as_image
-from tokenformer.data.images import ImageSet, Pixels
+from tokenformer.data.images import ImageSet
 from tokenformer.errors import DataError
+from tokenformer.models.pixels import Pixels, convert_channels, to_pillow
 
 SINGLE_LABEL = "single_label_classification"
 FEW = 5
@@ -128,8 +128,8 @@ def as_input(pixels: Pixels, processor: Any) -> Any:
     """A Pillow image in colour, or grey where the processor's mean is of one channel: most of
     transformers' processors norm grey images by three means, and fail."""
     mean = getattr(processor, "image_mean", None)
-    grey = isinstance(mean, list | tuple) and len(mean) == 1
-    return as_image(pixels).convert("L" if grey else "RGB")
+    is_gray = isinstance(mean, list | tuple) and len(mean) == 1
+    return to_pillow(convert_channels(pixels, 1 if is_gray else 3))
 
 
 def class_numbers(

@@ -1,4 +1,4 @@
-"""From an image to what a model of ours takes: size, channels and norm. Pillow is all it needs.
+"""Turns images into the pixel values of a model: size, channels and normalization, with Pillow.
 
 processor = TokenformerImageProcessor.for_size(28, num_channels=1)
 pixel_values = processor(images=image, return_tensors="pt")["pixel_values"]     # [1, 1, 28, 28]
@@ -13,20 +13,19 @@ from transformers.image_processing_backends import PilBackend
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from tokenformer.models.block_configuration import STUB_MODULE
-from tokenformer.models.configuration import (
-    TokenformerVisionConfig,
-    TransformerVisionConfig,
-)
+from tokenformer.models.configuration import TokenformerVisionConfig, TransformerVisionConfig
+from tokenformer.models.pixels import Pixels, convert_channels, to_pillow, to_pixels
 
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-BICUBIC = 3  # Pillow's number, so that Pillow is needed only where an image is
-MODES = {1: "L", 3: "RGB"}
-"""Pillow's name for so many channels."""
+BICUBIC = 3  # Pillow's constant, without importing Pillow
 
 
 class TokenformerImageProcessor(PilBackend):
-    """Resizes, crops the centre where asked to, and normalises. The mean has one number a channel,
-    which tells how many channels there are; grey images become coloured and the reverse."""
+    """Resizes, optionally crops the center, and normalizes.
+
+    The length of `image_mean` is the number of channels; grayscale images are converted to RGB and
+    vice versa.
+    """
 
     resample = BICUBIC
     image_mean = IMAGENET_MEAN
@@ -46,23 +45,24 @@ class TokenformerImageProcessor(PilBackend):
         mean: list[float] | None = None,
         std: list[float] | None = None,
     ) -> "TokenformerImageProcessor":
-        """For square images of `image_size`. With `crop_share` below 1, 0.875 for example, the
-        shorter side becomes so much longer, and the centre is taken: ImageNet's usual measure."""
-        if num_channels not in MODES:
-            raise ValueError(f"num_channels={num_channels} is not 1 (grey) or 3 (colour)")
+        """A processor to square images of `image_size`. With `crop_share` below 1, such as 0.875,
+        the shorter side is resized to `image_size / crop_share` and the center is cropped: the
+        usual ImageNet evaluation."""
+        if num_channels not in (1, 3):
+            raise ValueError(f"num_channels={num_channels} must be 1 (grayscale) or 3 (RGB)")
         square = {"height": image_size, "width": image_size}
-        usual = num_channels == len(IMAGENET_MEAN)
+        is_rgb = num_channels == 3
         norm = {
-            "image_mean": mean or (IMAGENET_MEAN if usual else [0.5]),
-            "image_std": std or (IMAGENET_STD if usual else [0.5]),
+            "image_mean": mean or (IMAGENET_MEAN if is_rgb else [0.5]),
+            "image_std": std or (IMAGENET_STD if is_rgb else [0.5]),
         }
         if crop_share == 1:
             return cls(size=square, **norm)
-        longer = {"shortest_edge": round(image_size / crop_share)}
-        return cls(size=longer, do_center_crop=True, crop_size=square, **norm)
+        resized = {"shortest_edge": round(image_size / crop_share)}
+        return cls(size=resized, do_center_crop=True, crop_size=square, **norm)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> Any:
-        """As transformers does, with the stub that `auto_map` names unless a model brought it."""
+        """Save as transformers does, with the stub that `auto_map` names if a model has not."""
         from tokenformer.models.model_card import STUB
         from tokenformer.models.saved_folder import PROCESSOR, write_stub
 
@@ -82,7 +82,7 @@ class TokenformerImageProcessor(PilBackend):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoImageProcessor") -> None:
-        """Nothing, as for our configurations: transformers would copy our source files."""
+        """Do nothing, as for our configurations: transformers would copy our source files."""
 
     @property
     def num_channels(self) -> int:
@@ -90,32 +90,42 @@ class TokenformerImageProcessor(PilBackend):
 
     @property
     def image_size(self) -> int:
-        """The side of the square that comes out."""
-        last = self.crop_size if self.do_center_crop else self.size
-        return int(last["height"])
+        """The side of the square output."""
+        output = self.crop_size if self.do_center_crop else self.size
+        return int(output["height"])
 
-    def fit(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """Pixels [H, W, C] resized and cropped as they would be, but not yet normalised."""
+    def convert_channels(self, pixels: Pixels) -> Pixels:
+        """Convert [H, W, 1 or 3] to the channels of the model."""
+        return convert_channels(pixels, self.num_channels)
+
+    def fit(self, pixels: Pixels) -> Pixels:
+        """Resize and crop pixels [H, W, C] without normalizing them."""
         side = self.image_size
         if pixels.shape[:2] == (side, side) and not self.do_center_crop:
             return pixels
-        found = self(
+        output = self(
             images=[pixels],
             do_rescale=False,
             do_normalize=False,
             input_data_format="channels_last",
         )
-        fitted: npt.NDArray[np.uint8] = np.moveaxis(found["pixel_values"][0], 0, -1)
+        fitted: Pixels = np.moveaxis(output["pixel_values"][0], 0, -1)
         return fitted
 
+    def to_pixel_values(self, pixels: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        """Rescale and normalize fitted pixels [H, W, C], 0 to 255: -> [C, H, W]."""
+        rescaled = self.rescale(np.moveaxis(pixels, -1, 0), self.rescale_factor)
+        values: npt.NDArray[np.float32] = self.normalize(rescaled, self.image_mean, self.image_std)
+        return values
+
     def process_image(self, image: Any, **options: Any) -> npt.NDArray[Any]:
-        """Of any kind and any number of channels, to [C, H, W]."""
+        """Return an image of any type, with 1 or 3 channels, as [C, H, W] of the model."""
         if hasattr(image, "convert"):  # a Pillow image
-            image = image.convert(MODES[self.num_channels])
+            image = to_pillow(self.convert_channels(to_pixels(image)))
         pixels: npt.NDArray[Any] = super().process_image(image, **options)
-        if pixels.shape[0] == 1 and self.num_channels == 3:
-            pixels = np.repeat(pixels, 3, axis=0)
-        return pixels
+        if pixels.shape[0] not in (1, 3):  # `normalize` reports it
+            return pixels
+        return np.moveaxis(self.convert_channels(np.moveaxis(pixels, 0, -1)), -1, 0)
 
 
 for _config in (TokenformerVisionConfig, TransformerVisionConfig):

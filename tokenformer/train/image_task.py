@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenformer.data.augmentation_options import AugmentationOptions
-from tokenformer.data.image_batches import AwaitedBatch, ImageBatch, ImageReader
+from tokenformer.data.image_batches import ImageBatch, ImageReader, LazyBatch
 from tokenformer.models.accounting import image_training_flops
 from tokenformer.train.memory import least_activation_bytes
 
@@ -55,10 +55,10 @@ class ImageTask:
     def batch(self, first_sample: int, count: int) -> ImageBatch:
         return self.pictures.training_batch(first_sample, count, self.seed, self.augmentation)
 
-    def expect(self, first_sample: int, count: int) -> None:
-        self.pictures.expect(first_sample, count, self.seed, self.augmentation)
+    def prefetch(self, first_sample: int, count: int) -> None:
+        self.pictures.prefetch(first_sample, count, self.seed, self.augmentation)
 
-    def validation(self, batch_size: int, count: int) -> list[AwaitedBatch]:
+    def validation(self, batch_size: int, count: int) -> list[LazyBatch]:
         return [] if self.held_out is None else self.held_out.held_out(batch_size, count)
 
     def describe(self, loss: float, right: float) -> dict[str, float]:
