@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from tokenformer.cli import VERBS, load
+from tokenformer.cli import COMMANDS, load
 from tokenformer.cli.parser import parse
 from tokenformer.models.model_classes import build_on_meta
 from tokenformer.train.image_workload import IMAGE_FAMILIES
@@ -24,7 +24,7 @@ def test_recipe(path: Path) -> None:
     assert all(line.startswith(topic) for line, topic in zip(head, topics, strict=True))
     assert str(path.relative_to(ROOT)) in head[-1]
 
-    options = SimpleNamespace(**parse("train", load(VERBS["train"]), [str(path)], ""))
+    options = SimpleNamespace(**parse("train", load(COMMANDS["train"]), [str(path)], ""))
     assert options.run.steps == yaml.safe_load(path.read_text())["run"]["steps"]
     assert options.schedule.warmup_steps < options.run.steps
 

@@ -99,10 +99,10 @@ def preload() -> None:
     for name in PRELOADED:
         with suppress(ImportError):  # an import that moved costs time, not truth
             importlib.import_module(name)
-    from tokenformer.cli import VERBS, load
+    from tokenformer.cli import COMMANDS, load
     from tokenformer.train import matmul_peak
 
-    for target in VERBS.values():
+    for target in COMMANDS.values():
         load(target)
     matmul_peak.SIZE = 64  # of the matrices whose product only the progress bar asks for
     threads = len([*Path("/proc/self/task").iterdir()])

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.parrot import SENTENCE
-from tokenformer.cli import VERBS, load, main
+from tokenformer.cli import COMMANDS, load, main
 from tokenformer.cli.parser import parse
 
 
@@ -182,7 +182,7 @@ def test_a_prompt_and_a_stop_text_are_taken_literally(text, parrot, monkeypatch)
     for words in ([f"--prompt={text}"], ["--prompt", text]):
         [said] = json.loads("".join(generate(monkeypatch, parrot, *words, *arguments)))
         assert said["prompt"] == text
-    stopped = parse("generate", load(VERBS["generate"]), ["m", "--stop", text], "")
+    stopped = parse("generate", load(COMMANDS["generate"]), ["m", "--stop", text], "")
     assert stopped["stop"] == text
 
 

@@ -1,4 +1,4 @@
-"""The command as users meet it: real processes, exit codes, what is printed where."""
+"""The command line: help, exit codes, error messages, option syntax."""
 
 import json
 import subprocess
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tokenformer.cli import USAGE, VERBS, load, main
-from tokenformer.cli.parser import spell_out
+from tokenformer.cli import COMMANDS, USAGE, load, main
+from tokenformer.cli.parser import Arguments
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "laptop" / "text.yaml")
 HEAVY = "import sys; sys.exit(','.join({'torch', 'transformers', 'numpy'} & set(sys.modules)) or 0)"
@@ -24,7 +24,7 @@ def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("arguments", [[], *([verb] for verb in VERBS)], ids=" ".join)
+@pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)], ids=" ".join)
 def test_help_answers_without_importing_torch(arguments):
     code = (
         "import sys\nfrom tokenformer.cli import main\n"
@@ -36,10 +36,10 @@ def test_help_answers_without_importing_torch(arguments):
     assert "usage: tokenformer" in done.stdout
 
 
-def test_help_lists_every_verb_with_a_line():
+def test_help_lists_every_command():
     done = run("--help")
-    for verb in VERBS:
-        assert f"\n    {verb} " in done.stdout
+    for command in COMMANDS:
+        assert f"\n    {command} " in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,8 @@ def test_help_lists_every_verb_with_a_line():
         (["predict"], "MODEL and IMAGES are missing: tokenformer predict MODEL IMAGE..."),
         (["merge", "a"], "B is missing: tokenformer merge A B --out FOLDER"),
         (["train"], "RECIPE is missing: tokenformer train RECIPE"),
+        (["train", "txt"], "no recipe or file txt; did you mean text? `tokenformer train --list`"),
+        (["train", "--recipe"], "--recipe"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -84,7 +86,7 @@ def test_without_a_command_the_help_is_printed(capsys):
     out, err = capsys.readouterr()
     assert "usage: tokenformer" in out
     assert err == ""
-    assert set(USAGE) == set(VERBS)
+    assert set(USAGE) == set(COMMANDS)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +172,7 @@ def test_version():
     ],
 )
 def test_flags_and_lists_may_be_written_as_people_write_them(given, spelled):
-    assert spell_out(load(VERBS["inspect"]), given) == spelled
+    assert Arguments(load(COMMANDS["inspect"]), given).words == spelled
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """The command `tokenformer`: one table of commands, each a function whose signature is its options.
 
-A command's module imports neither torch nor transformers at its top, so that `--help` and refusals
-are fast; the function imports what it needs after it has checked what it was given. Bad input ends
-with exit code 2 and one line on stderr.
+The module of a command imports neither torch nor transformers at the top, so `--help` and input
+errors are fast; the function imports them after it has checked its arguments. Bad input ends with
+exit code 2 and one line on stderr.
 """
 
 import errno
@@ -15,9 +15,9 @@ from typing import Any
 
 from tokenformer.errors import TokenformerError
 
-# A function may not have the name of one in `tokenformer` itself: jsonargparse would look that up,
-# and so import torch.
-VERBS = {
+# A function must not have the name of one in `tokenformer` itself: jsonargparse would look that up
+# and thereby import torch.
+COMMANDS = {
     "convert": "tokenformer.cli.convert:convert_model",
     "demo": "tokenformer.cli.demo:demo",
     "evaluate": "tokenformer.cli.evaluate:evaluate",
@@ -46,14 +46,14 @@ USAGE = {
     "train": "RECIPE [--out FOLDER]",
 }
 BROKEN_PIPE = 141
-"""The exit code of a process that SIGPIPE ends, as a shell reports it: 128 + 13."""
+"""Exit code of a process ended by SIGPIPE, as shells report it: 128 + 13."""
 INTERRUPTED = 130
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""What the system says where there is no room for what is written, or the device fails."""
+"""Error numbers of a full disk or a failing device."""
 
 
 class OutputError(TokenformerError):
-    """The standard output cannot be written, as on a full disk."""
+    """Standard output cannot be written, for example because the disk is full."""
 
     exit_code = 1
 
@@ -64,11 +64,11 @@ def load(target: str) -> Any:
 
 
 def overview() -> str:
-    """What `tokenformer --help` prints: a line for each command."""
+    """Return what `tokenformer --help` prints: one entry per command."""
     from textwrap import wrap
 
     lines = []
-    for name, target in VERBS.items():
+    for name, target in COMMANDS.items():
         summary = (load(target).__doc__ or "").partition("\n\n")[0]
         first, *rest = wrap(" ".join(summary.split()), 64)
         lines += [f"    {name:<12}{first}", *(f"{'':16}{line}" for line in rest)]
@@ -82,7 +82,7 @@ def overview() -> str:
 
 
 def run(words: list[str]) -> None:
-    """The command that `words` name."""
+    """Run the command that `words` name."""
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(overview())
         return
@@ -91,23 +91,23 @@ def run(words: list[str]) -> None:
 
         sys.stdout.write(f"tokenformer {__version__}\n")
         return
-    verb = words[0]
-    if verb not in VERBS:
+    command = words[0]
+    if command not in COMMANDS:
         from difflib import get_close_matches
 
-        near = get_close_matches(verb, VERBS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(VERBS)}"
-        raise TokenformerError(f"{verb} is not a command; {hint}")
+        near = get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        raise TokenformerError(f"{command} is not a command; {hint}")
 
     from tokenformer.cli.parser import parse
 
-    function = load(VERBS[verb])
-    function(**parse(verb, function, words[1:], f"tokenformer {verb} {USAGE[verb]}"))
+    function = load(COMMANDS[command])
+    function(**parse(command, function, words[1:], f"tokenformer {command} {USAGE[command]}"))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
-    command = " ".join(["tokenformer", *(word for word in words[:1] if word in VERBS)])
+    command = " ".join(["tokenformer", *(word for word in words[:1] if word in COMMANDS)])
     open_closed_streams()
     try:
         try:
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:
         if not drop_unread_output():
-            raise  # of another pipe than ours
+            raise  # another pipe than standard output
         raise SystemExit(BROKEN_PIPE) from None
     except OSError as error:
         if error.errno not in UNWRITABLE:
@@ -132,26 +132,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def open_closed_streams() -> None:
-    """Give a process that was started with `>&-`, where Python has no stream, one to nowhere."""
+    """Open /dev/null for streams that the shell closed (`>&-`), which Python sets to None."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
 
 
 def flush_output() -> None:
-    """Write what is left of our output, and refuse in one line if it cannot be written."""
+    """Flush standard output; raise `OutputError` if it cannot be written."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         raise
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is dropped
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # drop the rest
         raise OutputError(f"the output cannot be written: {error.strerror}") from None
 
 
 def drop_unread_output() -> bool:
-    """Whether nobody reads our output any more, as after `| head`; what is left of it is dropped,
-    or Python would complain about it at its end."""
+    """Return whether a reader has closed our output, as `| head` does. The rest of the output is
+    dropped; otherwise Python would report an error at exit."""
     from select import POLLERR, poll
 
     broken = []

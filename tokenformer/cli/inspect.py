@@ -147,7 +147,8 @@ def load_config(model: str) -> "LanguageConfig | VisionConfig":
     # Chosen from our own classes, so that nothing a config.json names is ever imported.
     kind = options.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_CLASSES:
-        raise InputError(f"{folder} has model_type {kind!r}; accepted are {', '.join(CONFIG_CLASSES)}")
+        accepted = ", ".join(CONFIG_CLASSES)
+        raise InputError(f"{folder} has model_type {kind!r}; accepted are {accepted}")
     try:
         return CONFIG_CLASSES[kind].from_dict(options)
     except (ValueError, TypeError, AttributeError) as error:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenformer.errors import InputError, TokenformerError, first_line
+from tokenformer.installation import install_hint
 from tokenformer.paths import check_hub, exists, expand_user, is_local, missing_message
 
 CONFIG = "config.json"
@@ -128,7 +129,7 @@ def load_classifier(name: str, *, verify: bool = True) -> tuple[Any, Any]:
 
 def check_pillow() -> None:
     if importlib.util.find_spec("PIL") is None:
-        raise InputError('images need Pillow: pip install "tokenformer[vision]"')
+        raise InputError(f"images need Pillow: {install_hint('vision')}")
 
 
 def load_pair(

@@ -1,7 +1,9 @@
-"""The parser of one command: the function's signature is its options, its docstring their help."""
+"""The parser of a command: the function's signature gives the options, its docstring their help."""
 
 import difflib
 import re
+import sys
+from argparse import SUPPRESS, Action
 from collections.abc import Callable, Sequence
 from inspect import signature
 from itertools import takewhile
@@ -11,19 +13,20 @@ from typing import Any, NoReturn, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser, set_parsing_settings
 
+from tokenformer.cli.recipes import find_recipe, recipe_list
 from tokenformer.errors import InputError
 from tokenformer.train.recipe import check_recipe
 
 RECIPE = "recipe"
-"""The parameter of a command whose options can come from a YAML file."""
-MOST_SUGGESTED = 3
+"""The parameter of a command that takes its options from a YAML file."""
+MAX_SUGGESTIONS = 3
 
 
 class OneLineParser(ArgumentParser):
-    """jsonargparse's parser with its errors on one line, raised for `main` to print."""
+    """jsonargparse's parser, whose errors are `InputError`s with a message of one line."""
 
     usage_line = ""
-    """How the command is called, shown where an argument is missing."""
+    """How to call the command, shown when an argument is missing."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         line = " ".join(str(message).split()).rstrip(".")
@@ -45,13 +48,13 @@ class OneLineParser(ArgumentParser):
         raise InputError(f"{line}; see {self.prog} --help")
 
     def unknown(self, key: str) -> InputError:
-        near = " or ".join(f"--{option}" for option in self.similar(key)[:MOST_SUGGESTED])
+        near = " or ".join(f"--{option}" for option in self.similar(key)[:MAX_SUGGESTIONS])
         hint = f"did you mean {near}?" if near else f"see {self.prog} --help"
         return InputError(f"--{key} is not an option; {hint}")
 
     def similar(self, key: str) -> list[str]:
-        """Options that may have been meant: of that name in another section, such as run.steps for
-        steps; those that it abbreviates; or those spelled alike."""
+        """Return options similar to an unknown one: the same name in another section (run.steps for
+        steps), options that it abbreviates, or a similar spelling."""
         known = [a.dest for a in self._actions if a.option_strings and a.dest != "help"]
         last = {option: option.rpartition(".")[2] for option in known}
         alike = difflib.get_close_matches(key, known, n=1)
@@ -66,86 +69,125 @@ class OneLineParser(ArgumentParser):
         )
 
 
+class ListRecipes(Action):
+    """`--list`: print the recipes and exit."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=SUPPRESS, **options)
+
+    def __call__(self, parser: Any, *args: Any) -> None:
+        sys.stdout.write(recipe_list())
+        parser.exit()
+
+
 def expected(reason: str) -> str:
-    """jsonargparse's description of a type: `int`, `fp32 or bf16`."""
+    """Return jsonargparse's description of a type: `int`, `fp32 or bf16`."""
     types = re.findall(r"Expected a <class '(?!NoneType)(\w+)'>", reason)
     if choices := re.search(r"Literal\[(.*)\]", reason):
         types = re.findall(r"'([^']*)'", choices[1])
     return " or ".join(types) or reason.strip()
 
 
-def parse(verb: str, function: Callable[..., None], words: Sequence[str], usage: str) -> Any:
-    """The options that `words` give `function`, checked and in the function's types."""
+def parse(command: str, function: Callable[..., None], words: Sequence[str], usage: str) -> Any:
+    """Return the options for `function` in `words`, validated and converted to its types."""
+    arguments = Arguments(function, words)
+    if arguments.recipe is not None:
+        check_recipe(arguments.recipe)  # unlike jsonargparse, it names the line of a mistake
+    parser = build_parser(command, function, usage)
+    parsed = parser.parse_args(arguments.words)
+    try:
+        options = vars(parser.instantiate(parsed))
+    except ValueError as error:  # from an option dataclass
+        raise InputError(str(error)) from None
+    if RECIPE in get_type_hints(function):
+        if arguments.recipe is None:
+            raise InputError(f"{RECIPE.upper()} is missing: {usage}")
+        options[RECIPE] = arguments.recipe
+    return options | arguments.texts
+
+
+def build_parser(command: str, function: Callable[..., None], usage: str) -> OneLineParser:
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    summary = (function.__doc__ or "").partition("\n\n")[0]
-    parser = OneLineParser(prog=f"tokenformer {verb}", description=summary, allow_abbrev=False)
+    summary = (function.__doc__ or "").partition("\n    Args:")[0]
+    parser = OneLineParser(
+        prog=f"tokenformer {command}",
+        usage=f"{usage} [options]" if usage else None,
+        description=" ".join(summary.split()),
+        allow_abbrev=False,
+    )
     parser.usage_line = usage
     skip = set()
     if RECIPE in get_type_hints(function):
-        parser.add_argument(f"--{RECIPE}", action="config", help="the recipe, a YAML file")
+        parser.add_argument(
+            f"--{RECIPE}", action="config", help="Name of a recipe, or a YAML file: RECIPE above."
+        )
+        parser.add_argument(
+            "--list", action=ListRecipes, help="List the recipes with claim and cost, and exit."
+        )
         skip = {RECIPE}
     parser.add_function_arguments(function, as_group=False, as_positional=True, skip=skip)
-    spelled = spell_out(function, words)
-    for word in spelled:
-        if word.startswith(f"--{RECIPE}="):
-            check_recipe(Path(word.partition("=")[2]))  # names the line of a mistake
-    chosen = parser.parse_args(spelled)
-    try:
-        options = vars(parser.instantiate(chosen))
-    except ValueError as error:  # from an option dataclass
-        raise InputError(str(error)) from None
-    options |= literal_texts(function, spelled)
-    if RECIPE in options:
-        if not options[RECIPE]:
-            raise InputError(f"{RECIPE.upper()} is missing: {usage}")
-        options[RECIPE] = [Path(str(file)) for file in options[RECIPE]]
-    return options
-
-
-def literal_texts(function: Callable[..., None], spelled: Sequence[str]) -> dict[str, str]:
-    """The options that are a text or None, as they were given: jsonargparse reads `null`, `~` and
-    `# text` as None."""
-    pairs = [word[2:].partition("=") for word in spelled if word.startswith("--") and "=" in word]
-    hints = get_type_hints(function)
-    return {name: value for name, _, value in pairs if hints.get(name) == (str | None)}
+    return parser
 
 
 def is_value(word: str) -> bool:
-    """Not an option; a negative number is a value."""
+    """Return whether a word is a value rather than an option; negative numbers are values."""
     return re.match(r"-\D", word) is None
 
 
-def spell_out(function: Callable[..., None], words: Sequence[str]) -> list[str]:
-    """Flags, lists and recipes in jsonargparse's own spelling: `--json` and `--json true` become
-    `--json=true`, `--lengths 1024 2048` becomes `--lengths=[1024,2048]`, `train FILE` becomes
-    `train --recipe=FILE`, `predict MODEL A B` becomes `predict MODEL ["A","B"]`, and texts are
-    joined to their option: `--prompt=null`."""
-    waiting = list(words)
-    hints: dict[str, Any] = {f"--{n}": h for n, h in get_type_hints(function).items()}
-    parameters = signature(function).parameters.values()
-    required = [p.name for p in parameters if p.default is p.empty]
-    positional = [f"--{name}" for name in required if name != RECIPE]
-    if hints.pop(f"--{RECIPE}", None) and waiting and is_value(waiting[0]):
-        waiting[0] = f"--{RECIPE}={waiting[0]}"
-    spelled: list[str] = []
-    while waiting:
-        word = waiting.pop(0)
-        name, given, value = word.partition("=")
-        if hints.get(name) is bool and not given:
-            said = bool(waiting) and waiting[0].lower() in ("true", "false")
-            word = f"{name}={waiting.pop(0).lower() if said else 'true'}"
-        elif get_origin(hints.get(name)) in (list, tuple):
-            values = [value] if given else list(takewhile(is_value, waiting))
-            if not given:
-                del waiting[: len(values)]
-            joined = ",".join(values)
-            word = f"{name}={joined}" if joined.startswith("[") else f"{name}=[{joined}]"
-        elif hints.get(name) == (str | None) and not given and waiting and is_value(waiting[0]):
-            word = f"{name}={waiting.pop(0)}"
-        elif positional and is_value(word) and (not spelled or spelled[-1] not in hints):
-            many = get_origin(hints[positional.pop(0)]) is list
-            values = [word, *takewhile(is_value, waiting)] if many else [word]
-            del waiting[: len(values) - 1]
-            word = dumps(values) if many else word
-        spelled.append(word)
-    return spelled
+class Arguments:
+    """The words of a command line, read once and handed to jsonargparse in its own spelling."""
+
+    words: list[str]
+    """`--json` and `--json true` become `--json=true`, `--lengths 1024 2048` becomes
+    `--lengths=[1024,2048]`, `train NAME` becomes `train --recipe=FILE`, `predict MODEL A B` becomes
+    `predict MODEL ["A","B"]`."""
+    texts: dict[str, str]
+    """Options of type `str | None`, verbatim: jsonargparse reads `null`, `~` and `# text` as None.
+    """
+    recipe: Path | None
+
+    def __init__(self, function: Callable[..., None], words: Sequence[str]) -> None:
+        self.words, self.texts, self.recipe = [], {}, None
+        waiting = list(words)
+        hints: dict[str, Any] = {f"--{n}": h for n, h in get_type_hints(function).items()}
+        parameters = signature(function).parameters.values()
+        required = [p.name for p in parameters if p.default is p.empty]
+        positional = [f"--{name}" for name in required if name != RECIPE]
+        takes_recipe = hints.pop(f"--{RECIPE}", None) is not None
+        if takes_recipe and waiting and is_value(waiting[0]):
+            self.add_recipe(waiting.pop(0))
+        while waiting:
+            word = waiting.pop(0)
+            name, equals, value = word.partition("=")
+            hint = hints.get(name)
+            has_value = bool(equals) or (bool(waiting) and is_value(waiting[0]))
+            if hint is bool and not equals:
+                explicit = bool(waiting) and waiting[0].lower() in ("true", "false")
+                self.words.append(f"{name}={waiting.pop(0).lower() if explicit else 'true'}")
+            elif get_origin(hint) in (list, tuple):
+                values = [value] if equals else list(takewhile(is_value, waiting))
+                if not equals:
+                    del waiting[: len(values)]
+                joined = ",".join(values)
+                self.words.append(
+                    f"{name}={joined}" if joined.startswith("[") else f"{name}=[{joined}]"
+                )
+            elif hint == (str | None) and has_value:
+                self.texts[name[2:]] = value if equals else waiting.pop(0)
+            elif takes_recipe and name == f"--{RECIPE}" and has_value:
+                self.add_recipe(value if equals else waiting.pop(0))
+            elif positional and is_value(word) and self.ends_with_value(hints):
+                many = get_origin(hints[positional.pop(0)]) is list
+                values = [word, *takewhile(is_value, waiting)] if many else [word]
+                del waiting[: len(values) - 1]
+                self.words.append(dumps(values) if many else word)
+            else:
+                self.words.append(word)
+
+    def ends_with_value(self, hints: dict[str, Any]) -> bool:
+        """Return whether the next word cannot be the value of the last option."""
+        return not self.words or self.words[-1] not in hints
+
+    def add_recipe(self, name: str) -> None:
+        self.recipe = find_recipe(name)
+        self.words.append(f"--{RECIPE}={self.recipe}")

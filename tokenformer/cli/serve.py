@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenformer.cli.model import check_bits, load_model, resolve_model
 from tokenformer.errors import InputError
+from tokenformer.installation import install_hint
 from tokenformer.serve.limits import API_KEY_VARIABLE, HostCheck, Limits, is_loopback
 
 SECONDS_TO_END = 5
@@ -113,8 +114,8 @@ def run(
         from tokenformer.serve.prompt_encoder import PromptEncoder
         from tokenformer.serve.server import build_app
     except ImportError as error:
-        hint = 'pip install "tokenformer[serve]"'
-        raise InputError(f"the server is missing or does not fit: {error}; {hint}") from None
+        hint = install_hint("serve")
+        raise InputError(f"the server's packages are missing or too old: {error}; {hint}") from None
 
     from transformers.utils import logging
 

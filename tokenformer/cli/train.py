@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    recipe: list[Path],
+    recipe: Path,
     out: Path | None = None,
     max_steps: int | None = None,
     override: bool = False,
@@ -52,14 +52,14 @@ def train(
         override: Resume an existing run with changed options, or extend a finished one by a larger
             run.steps. The changes are recorded in config-history.yaml.
     """
-    folder = out or Path("runs") / recipe[0].stem
+    folder = out or Path("runs") / recipe.stem
     whole = Recipe(model, data, optimizer, schedule, run, stages, augmentation)
     if max_steps is not None:
         if max_steps < 1:
             raise InputError(f"--max_steps {max_steps} must be at least 1")
         whole = shortened(whole, max_steps)
     try:
-        job = checked(Job(recipe[0], folder, whole, override))
+        job = checked(Job(recipe, folder, whole, override))
     except (ValueError, OSError) as error:
         raise InputError(one_line(error)) from None
     train_job(job)
@@ -126,7 +126,7 @@ def train_job(job: Job) -> None:
             ) from None
         except (ValueError, OSError) as error:
             raise InputError(one_line(error)) from None
-        if run.is_concluded:
+        if run.is_complete:
             say(nothing_to_do(run, record, "nothing was changed"))
             return
         say(
@@ -135,7 +135,7 @@ def train_job(job: Job) -> None:
             f"{ranks.count} process{'es' if ranks.count > 1 else ''}; the run is in {job.folder}"
         )
         introduce(run, changes, job, say)
-        finished = run.finished
+        finished = run.at_last_step
         if ranks.first and not finished:
             record.write(job.recipe, run.loop.progress.step)
         try:
@@ -150,7 +150,7 @@ def train_job(job: Job) -> None:
                 done=run.loop.progress.step,
                 details=True,
             ) as show:
-                run.go(show)
+                run.train(show)
         except StoppedError as stopped:
             say(f"{stopped}. To resume: tokenformer {shlex.join(sys.argv[1:])}")
             raise SystemExit(128 + stopped.number) from None
@@ -203,7 +203,7 @@ def rate_change(run: "Run") -> str | None:
     rows = read_metrics(run.folder / METRICS)
     rates = [row["lr"] for row in rows if row["step"] == step and "lr" in row]
     after = run.loop.rate(step + 1)
-    if not rates or run.finished:
+    if not rates or run.at_last_step:
         return None
     return f"Learning rate: {rates[-1]:.2e} at step {step}, {after:.2e} at step {step + 1}"
 

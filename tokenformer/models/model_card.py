@@ -125,7 +125,7 @@ def loading(config: Any) -> str:
         [
             f"# {family} {kind}",
             "",
-            "This model needs the `tokenformer` package (`pip install tokenformer`). Import it",
+            "This model needs the `tokenformer` package, from its repository or a wheel. Import it",
             "before you load the model:",
             "",
             "```python",

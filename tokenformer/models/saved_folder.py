@@ -27,7 +27,7 @@ try:
     from tokenformer import {names}
 except ImportError as error:
     raise ImportError(
-        "this model needs the tokenformer package: pip install tokenformer"
+        "this model needs the tokenformer package: install it from its repository or a wheel"
     ) from error
 
 __all__ = {quoted}

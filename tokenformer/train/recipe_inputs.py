@@ -15,6 +15,7 @@ from typing import Any
 from tokenformer.data.corpus import Corpus, Split
 from tokenformer.data.image_sources import DIGITS
 from tokenformer.errors import DataError
+from tokenformer.installation import PACKAGE, RECIPES
 from tokenformer.models import presets
 from tokenformer.paths import closest_path, exists, expand_user, is_local, missing_message
 from tokenformer.train.options import OptimizerOptions, Recipe
@@ -73,7 +74,7 @@ def places(value: str, file: Path | None, recorded: str | None) -> Iterator[Path
         home = file.resolve().parent
         yield home / path
         for folder in (home, *home.parents):
-            if folder.name == "recipes":
+            if folder.name == RECIPES and folder.parent != PACKAGE:  # a clone, not a wheel
                 yield folder.parent / path
     if recorded is not None and Path(recorded).parts[-len(path.parts) :] == path.parts:
         yield Path(recorded)

@@ -33,6 +33,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from tokenformer.installation import install_hint
 from tokenformer.ops.backends.derivatives import zero_is_infinite
 from tokenformer.ops.backends.interface import Gradients, Kernel, Saved, SavedTensor, Sizes
 from tokenformer.ops.theta import ThetaOptions
@@ -199,7 +200,7 @@ def programs() -> ModuleType:
         from tokenformer.ops.backends import triton_kernels
     except ModuleNotFoundError as error:
         raise RuntimeError(
-            "backend='triton' needs triton, which is for Linux: pip install 'tokenformer[gpu]'; "
+            f"backend='triton' needs triton, which is for Linux: {install_hint('gpu')}; "
             "or use backend='auto'"
         ) from error
     return triton_kernels
