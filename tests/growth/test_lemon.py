@@ -43,11 +43,11 @@ def test_eps_shrinks_with_the_variance(make_config):
 def test_shares_differ_and_sum_to_one(make_config):
     model, _ = trained(make_config, torch.float64)
     grown, report = tokenformer.grow(model, intermediate_size=100, method="lemon")
-    origin = report.origins["model.layers.0.ffn.down.weight"]
-    totals = torch.zeros(40, dtype=torch.float64).index_add(0, origin.columns, origin.scale)
+    mapping = report.mappings["model.layers.0.ffn.down.weight"]
+    totals = torch.zeros(40, dtype=torch.float64).index_add(0, mapping.columns, mapping.scale)
     assert torch.allclose(totals, torch.ones(40).double())
-    assert len(set(origin.scale.tolist())) == 100
-    assert origin.columns.bincount().tolist() == [3] * 20 + [2] * 20
+    assert len(set(mapping.scale.tolist())) == 100
+    assert mapping.columns.bincount().tolist() == [3] * 20 + [2] * 20
     down = grown.model.layers[0].ffn.down.weight
     assert torch.allclose(
         down[:, 0] + down[:, 40] + down[:, 80], model.model.layers[0].ffn.down.weight[:, 0]
@@ -63,8 +63,8 @@ def test_gradients_of_the_stream_follow_the_shares_but_for_what_a_norm_takes_out
     for each in (model, grown):
         gradients(each)
     for name, parameter in grown.named_parameters():
-        origin, found = report.origins[name], parameter.grad
-        copied = ~origin.is_new(found.shape, found.device)
+        mapping, found = report.mappings[name], parameter.grad
+        copied = ~mapping.is_new(found.shape, found.device)
         size = (found * copied).norm()
         by_share = ((found - foretold(model, report, name)) * copied).norm() / size
         if name.split(".")[-2] in ("q", "k", "v", "up", "norm"):
@@ -72,5 +72,5 @@ def test_gradients_of_the_stream_follow_the_shares_but_for_what_a_norm_takes_out
         else:
             assert by_share < 0.35, name  # writes to it
             if width == 64:
-                evenly = origin.moved(model.get_parameter(origin.name).grad) / 2
+                evenly = mapping.gather(model.get_parameter(mapping.source).grad) / 2
                 assert by_share < (found - evenly).norm() / size, name

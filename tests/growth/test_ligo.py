@@ -49,7 +49,7 @@ def test_more_steps_give_a_better_model(make_config, variant):
 
 def test_it_begins_near_the_function_that_is_there(make_config, monkeypatch):
     """Tiles without noise, before a step has moved them, are HyperCloning's."""
-    monkeypatch.setattr(ligo, "NOISE", 0.0)
+    monkeypatch.setattr(ligo, "INITIAL_NOISE", 0.0)
     model, _ = trained(make_config, torch.float64)
     grown, _ = tokenformer.grow(
         model, hidden_size=64, method="ligo", batches=batches(), steps=1, learning_rate=0.0

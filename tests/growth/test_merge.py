@@ -8,8 +8,8 @@ import torch
 import tokenformer
 from tests.growth.conftest import train_on
 from tests.growth.test_tokens import logits, moved, train_once, trained
-from tokenformer.growth.origin import NEW
-from tokenformer.growth.tokens.merge import joined
+from tokenformer.growth.parameter_mapping import NEW
+from tokenformer.growth.tokens.merge import merge_layer
 from tokenformer.growth.tokens.token_set import TokenSet
 from tokenformer.ops import THETAS, pattention
 
@@ -55,7 +55,7 @@ def test_rows_keep_their_places_and_the_common_ones_come_once(make_config):
     assert torch.equal(values[:96], model.model.layers[0].ffn.value_tokens)
     assert torch.equal(values[96:100], one.model.layers[0].ffn.value_tokens[96:] / 2)
     assert torch.equal(values[100:], two.model.layers[0].ffn.value_tokens[96:] / 2)
-    assert report.origins["model.layers.0.ffn.key_tokens"].rows.tolist() == [
+    assert report.mappings["model.layers.0.ffn.key_tokens"].rows.tolist() == [
         *range(100),
         *[NEW] * 14,
     ]
@@ -65,7 +65,7 @@ def test_rows_keep_their_places_and_the_common_ones_come_once(make_config):
 def test_equal_rows_are_matched_one_to_one():
     keys, values = torch.eye(4)[[0, 1, 1, 2]], torch.ones(4, 3)
     a, b = TokenSet(keys, values, 4.0), TokenSet(keys[[1, 0, 0, 3]], values, 4.0)
-    both = joined(a, b, "l2_gelu", 1.0)
+    both = merge_layer(a, b, "l2_gelu", 1.0)
     assert torch.equal(both.tokens.keys, torch.cat([keys, keys[:1]]))
     assert both.rows.tolist() == [0, 1, 2, 3, NEW]
 
@@ -75,33 +75,35 @@ def test_a_layer_becomes_the_mean_or_the_sum_of_two(theta):
     """On inputs that point everywhere alike the joined scale gives every token its old weight."""
     generator = torch.Generator().manual_seed(0)
 
-    def draw(*shape):
+    def normal_tensor(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    shared = draw(2000, 64), draw(2000, 8)
+    shared = normal_tensor(2000, 64), normal_tensor(2000, 8)
     a, b = (
         TokenSet(
-            torch.cat([shared[0], size * draw(extra, 64)]),
-            torch.cat([shared[1], draw(extra, 8)]),
+            torch.cat([shared[0], size * normal_tensor(extra, 64)]),
+            torch.cat([shared[1], normal_tensor(extra, 8)]),
             scale,
         )
         # What the shared tokens weigh is the same in both: mass per scale is alike.
         for size, extra, scale in ((1.0, 1000, 3000.0), (2.0, 1000, 2000.0 + 1000 * {
             "l2_gelu": 4, "l1_gelu": 2}[theta]))
     )  # fmt: skip
-    x = draw(100, 64)
+    x = normal_tensor(100, 64)
 
     def output(tokens):
         return pattention(x, tokens.keys, tokens.values, scale_tokens=tokens.scale, theta=theta)
 
-    mean = joined(a, b, theta, 0.5).tokens
+    mean = merge_layer(a, b, theta, 0.5).tokens
     expected = (output(a) + output(b)) / 2
     assert (output(mean) - expected).norm() < 0.05 * expected.norm()
     common = TokenSet(*shared, 2000.0)
     expected = output(a) + output(b) - output(common)
-    total = joined(a, b, theta, 1.0).tokens
+    total = merge_layer(a, b, theta, 1.0).tokens
     assert (output(total) - expected).norm() < 0.05 * expected.norm()
-    apart = joined(a, TokenSet(draw(50, 64), draw(50, 8), 50.0), theta, 0.5).tokens
+    apart = merge_layer(
+        a, TokenSet(normal_tensor(50, 64), normal_tensor(50, 8), 50.0), theta, 0.5
+    ).tokens
     assert apart.scale == pytest.approx(a.scale + 50)
 
 
@@ -213,7 +215,7 @@ def test_half_precision_rows_are_compared_by_their_bits(make_config):
 def test_models_of_another_shape_are_refused_by_all_their_differences(make_config, options, told):
     a, _ = trained(make_config)
     b, _ = trained(make_config, **options)
-    with pytest.raises(ValueError, match=f"cannot be joined: {told}$"):
+    with pytest.raises(ValueError, match=f"cannot be merged: {told}$"):
         tokenformer.merge(a, b)
 
 

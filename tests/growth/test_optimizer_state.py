@@ -8,7 +8,7 @@ import torch
 import tokenformer
 from tests.growth.test_tokens import train_once, trained
 from tokenformer.growth.grown_optimizer import grow_average
-from tokenformer.growth.tokens import growth
+from tokenformer.growth.tokens import token_growth
 
 SIZES = {"qkv_tokens": 48, "output_tokens": 30, "ffn_tokens": 200}
 KEY, VALUE = "model.layers.1.ffn.key_tokens", "model.layers.1.ffn.value_tokens"
@@ -60,21 +60,21 @@ def test_reset_forgets_and_keeps_the_groups(make_config):
 
 
 def test_cloned_moments_are_those_of_the_cloned_gradients(make_config):
-    """Without noise, the gradients after cloning are the old ones times the origin's scale."""
+    """Without noise, the gradients after cloning are the old ones times the mapping's scale."""
 
     model, _ = trained(make_config, torch.float64)
-    noise, growth.CLONE_NOISE = growth.CLONE_NOISE, 0.0
+    noise, token_growth.CLONE_NOISE = token_growth.CLONE_NOISE, 0.0
     try:
         grown, report = tokenformer.grow(model, qkv_tokens=72, ffn_tokens=192, init="clone")
     finally:
-        growth.CLONE_NOISE = noise
+        token_growth.CLONE_NOISE = noise
     ids = torch.randint(61, (4, 24))
     for each in (model, grown):
         each(input_ids=ids, labels=ids).loss.backward()
     for name, parameter in grown.named_parameters():
-        origin = report.origins[name]
-        old = model.get_parameter(origin.name)
-        expected = origin.moved(old.grad) * origin.gradient_scale
+        mapping = report.mappings[name]
+        old = model.get_parameter(mapping.source)
+        expected = mapping.gather(old.grad) * mapping.gradient_scale
         assert torch.allclose(parameter.grad, expected, rtol=1e-8, atol=1e-14), name
 
 
@@ -127,13 +127,13 @@ def test_an_average_follows(make_config, init):
     larger = copy.deepcopy(grown)
     with torch.no_grad():
         for name, parameter in larger.named_parameters():
-            source = report.origins[name].name
+            source = report.mappings[name].source
             parameter.copy_(
                 grow_average(
                     average.get_parameter(source),
                     model.get_parameter(source),
                     grown.get_parameter(name),
-                    report.origins[name],
+                    report.mappings[name],
                 )
             )
     ids = torch.arange(40).view(2, 20)
@@ -145,7 +145,7 @@ def test_an_average_follows(make_config, init):
 def test_strangers_and_reports_from_disk_are_refused(make_config):
     model, optimizer = trained(make_config)
     _, report = tokenformer.grow(model, **SIZES)
-    with pytest.raises(ValueError, match="not of the model that grew"):
+    with pytest.raises(ValueError, match="not in the model that grew"):
         tokenformer.grow_optimizer(torch.optim.AdamW(trained(make_config)[0].parameters()), report)
     with pytest.raises(ValueError, match="state='zero' is unknown"):
         tokenformer.grow_optimizer(optimizer, report, state="zero")

@@ -7,7 +7,7 @@ import tokenformer
 from tests.growth.conftest import train_on
 from tests.growth.test_tokens import logits, trained
 from tokenformer.growth.tokens.prefix import active_share
-from tokenformer.growth.tokens.token_counts import share_of
+from tokenformer.growth.tokens.token_counts import token_share
 from tokenformer.growth.tokens.token_set import token_layers
 from tokenformer.ops import THETAS
 
@@ -89,7 +89,7 @@ def test_a_block_at_a_share_ends_as_it_began_also_by_an_error(make_config):
 
 @pytest.mark.parametrize(("size", "share", "count"), [(30, 0.1, 3), (30, 0.11, 4), (5, 0.01, 1)])
 def test_a_share_is_rounded_up_but_not_by_rounding_errors(size, share, count):
-    assert share_of(size, share) == count
+    assert token_share(size, share) == count
 
 
 @pytest.mark.parametrize("share", [0, -0.5, 1.01, float("nan")])
@@ -108,7 +108,12 @@ def test_a_prefix_that_was_trained_works_and_others_do_not(text, reader, seen):
     plain = reader()
     torch.manual_seed(0)
     model = tokenformer.TokenformerForCausalLM(plain.config)
-    train_on(model, text, 150, before=lambda step: nested.apply(model, step))
+    train_on(
+        model,
+        text,
+        150,
+        before=lambda step: tokenformer.set_active_share(model, nested.share(step)),
+    )
 
     @torch.no_grad()
     def loss(model, share):

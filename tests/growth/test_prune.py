@@ -9,7 +9,7 @@ import torch
 import tokenformer
 from tests.growth.test_tokens import logits, moved, train_once, trained
 from tokenformer.growth.tokens import refit, token_usage
-from tokenformer.growth.tokens.prune import best, keep_tokens
+from tokenformer.growth.tokens.prune import keep_tokens, rows_to_keep
 from tokenformer.growth.tokens.token_set import TokenSet, token_layers
 from tokenformer.growth.tokens.token_usage import token_statistics
 from tokenformer.ops import THETAS
@@ -78,10 +78,10 @@ def test_zero_keys_go_first_also_where_a_value_is_zero(make_config):
         model.model.layers[0].ffn.key_tokens[90].zero_()
     pruned, report = tokenformer.prune(model, random_batches(), ffn_tokens=[95, 96])
     assert pruned.config.scale_tokens is None or pruned.config.scale("ffn", 0) == 96
-    rows = report.origins["model.layers.0.ffn.key_tokens"].rows.tolist()
+    rows = report.mappings["model.layers.0.ffn.key_tokens"].rows.tolist()
     assert rows == [row for row in range(96) if row != 90]
     pruned, report = tokenformer.prune(model, random_batches(), ffn_tokens=[94, 96])
-    rows = report.origins["model.layers.0.ffn.key_tokens"].rows.tolist()
+    rows = report.mappings["model.layers.0.ffn.key_tokens"].rows.tolist()
     assert rows == [row for row in range(96) if row not in (5, 90)]
     assert pruned.config.scale("ffn", 0) < 96, "the zero value's key has left the norm"
 
@@ -120,9 +120,9 @@ def test_a_scale_shrinks_by_the_share_of_the_norm_that_is_kept(reader, seen, uns
     grown, _ = tokenformer.grow(model, **sizes, init="zero_value")
     measured, report = tokenformer.prune(grown, seen, keep=0.5, refit=False)
     frozen, _ = tokenformer.prune(grown, seen, keep=0.5, refit=False, scale="frozen")
-    for name, origin in report.origins.items():
+    for name, mapping in report.mappings.items():
         if name.endswith("key_tokens"):
-            assert origin.rows.tolist() == list(range(model.get_parameter(name).shape[0]))
+            assert mapping.rows.tolist() == list(range(model.get_parameter(name).shape[0]))
     assert layer_error(grown, measured, unseen) < 0.1 * layer_error(grown, frozen, unseen)
 
 
@@ -144,7 +144,9 @@ def test_contribution_chooses_better_than_chance_or_the_length_of_values(reader,
 
     def kept_by(worth):
         kept = {
-            name: best(module.num_tokens // 2, torch.zeros(module.num_tokens).bool(), worth(name))
+            name: rows_to_keep(
+                module.num_tokens // 2, torch.zeros(module.num_tokens).bool(), worth(name)
+            )
             for name, (_, module) in token_layers(model).items()
         }
         return distance(model, keep_tokens(model, kept, shares)[0], unseen)
@@ -180,7 +182,7 @@ def test_a_refit_solves_the_normal_equations(make_config):
     pruned, report = tokenformer.prune(model, batches, ffn_tokens=[40, 96])
     hook.remove()
     x = torch.cat(inputs[:2]).detach()
-    small, rows = pruned.get_submodule(name), report.origins[f"{name}.value_tokens"].rows
+    small, rows = pruned.get_submodule(name), report.mappings[f"{name}.value_tokens"].rows
     weights = THETAS["l2_gelu"](x @ small.key_tokens.T, small.scale_tokens, "none", 0.0)
     ridge = refit.RIDGE * (weights.T @ weights).diagonal().mean()
     values = small.value_tokens.detach().requires_grad_()
@@ -193,10 +195,10 @@ def test_a_refit_solves_the_normal_equations(make_config):
 def test_how_much_is_held_at_once_changes_nothing(reader, seen, monkeypatch):
     model = reader()
     whole, _ = tokenformer.prune(model, seen, keep=0.5)
-    monkeypatch.setattr(token_usage, "ELEMENTS_AT_ONCE", 1000)
-    monkeypatch.setattr(refit, "HELD_BYTES", 100_000)
+    monkeypatch.setattr(token_usage, "MAX_SCORES", 1000)
+    monkeypatch.setattr(refit, "MAX_BYTES", 100_000)
     names = {name: TokenSet.of(module) for name, (_, module) in token_layers(model).items()}
-    assert len(list(refit.groups(names))) > 3
+    assert len(list(refit.memory_groups(names))) > 3
     parts, _ = tokenformer.prune(model, iter(seen), keep=0.5)
     for name, parameter in whole.named_parameters():
         assert torch.allclose(parameter, parts.get_parameter(name), rtol=1e-3, atol=1e-4), name
@@ -242,7 +244,7 @@ def test_the_optimizer_follows_the_rows(make_config, options):
     smaller = tokenformer.grow_optimizer(optimizer, report)
     for name, parameter in pruned.named_parameters():
         old = model.get_parameter(name)
-        rows = report.origins[name].rows
+        rows = report.mappings[name].rows
         for moment in ("exp_avg", "exp_avg_sq"):
             before = optimizer.state[old][moment]
             expected = before if rows is None else before[rows]
@@ -284,7 +286,7 @@ def test_rows_without_scores_count_for_nothing(make_config):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"keep": 0.5, "batches": None}, "is to lose 12 tokens, of which 0 have zero keys"),
+        ({"keep": 0.5, "batches": None}, "is to lose 12 tokens, of which 0 are idle"),
         ({"keep": 0.0}, "keep=0.0 must be above 0 and at most 1"),
         ({"keep": 1.5}, "keep=1.5"),
         ({"keep": 0.5, "ffn_tokens": 3}, "give either"),
@@ -309,7 +311,7 @@ def test_a_softmax_has_no_idle_tokens(make_config):
     with torch.no_grad():
         model.model.layers[0].ffn.key_tokens[:8].zero_()
     assert tokenformer.prune(model)[0].config.ffn_tokens == 96
-    with pytest.raises(ValueError, match="of which 0 have zero keys"):
+    with pytest.raises(ValueError, match="of which 0 are idle"):
         tokenformer.prune(model, ffn_tokens=90)
 
 

@@ -15,21 +15,21 @@ def weight(model, layer, name):
 def test_net2net_copies_whole_heads_and_divides_by_replicas(make_config):
     model, _ = trained(make_config, torch.float64)
     grown, report = tokenformer.grow(model, hidden_size=96)
-    rows = report.origins["model.layers.0.attention.q.weight"].rows.view(12, 8)
+    rows = report.mappings["model.layers.0.attention.q.weight"].rows.view(12, 8)
     assert torch.equal(rows[:4].flatten(), torch.arange(32)), "the old heads first"
     assert torch.equal(rows, rows[:, :1] + torch.arange(8)), "a head is eight neighbours"
-    values = report.origins["model.layers.0.attention.v.weight"].rows
+    values = report.mappings["model.layers.0.attention.v.weight"].rows
     assert torch.equal(values, rows.flatten()), "with its keys and values"
     replicas = rows.flatten().bincount()
     assert torch.allclose(
-        report.origins["model.layers.0.attention.o.weight"].scale,
+        report.mappings["model.layers.0.attention.o.weight"].scale,
         1 / replicas[rows.flatten()].double(),
     )
-    other = report.origins["model.layers.1.attention.q.weight"].rows
+    other = report.mappings["model.layers.1.attention.q.weight"].rows
     assert not torch.equal(other, rows.flatten()), "each layer draws its own"
-    stream = report.origins["model.embed_tokens.weight"].columns
+    stream = report.mappings["model.embed_tokens.weight"].columns
     assert stream.bincount().tolist() == [3] * 32
-    assert torch.equal(report.origins["model.norm.weight"].rows, stream)
+    assert torch.equal(report.mappings["model.norm.weight"].rows, stream)
     assert torch.allclose(grown.model.norm.weight, model.model.norm.weight[stream] / 3)
 
 
@@ -100,9 +100,9 @@ def test_aki_takes_new_rows_from_the_next_layer(make_config):
             made, kept = weight(next_, layer, name), weight(own, layer, name)
             assert torch.equal(made[:before], kept[:before])
             path = f"model.layers.{layer}.{name}.weight"
-            above = fpi.origins[path].scaled(weight(model, layer + 1, name))
+            above = fpi.mappings[path].apply(weight(model, layer + 1, name))
             assert torch.equal(made[before:], above[before:])
             assert not torch.equal(made[before:], kept[before:])
-            assert (report.origins[path].rows[before:] == -1).all()
+            assert (report.mappings[path].rows[before:] == -1).all()
     for name in (Q, UP, OUT, DOWN):
         assert torch.equal(weight(next_, 2, name), weight(own, 2, name)), "nothing is above"

@@ -34,7 +34,7 @@ def test_pruned_tokens_take_their_rates_with_them_and_frozen_ones_their_values(f
         frozen.model.layers[1].ffn.key_tokens[96:].normal_()
     batches = [torch.randint(20, (4, 24)) for _ in range(4)]
     smaller, report = tokenformer.prune(frozen, batches, keep=0.5)
-    rows = report.origins["model.layers.1.ffn.key_tokens"].rows.tolist()
+    rows = report.mappings["model.layers.1.ffn.key_tokens"].rows.tolist()
     assert smaller.config.row_rates(*PLACE) == [0.0 if row < 96 else 1.0 for row in rows]
     kept = frozen.model.layers[1].ffn.value_tokens[rows]
     assert torch.equal(smaller.model.layers[1].ffn.value_tokens, kept)

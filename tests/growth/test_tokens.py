@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tokenformer
-from tokenformer.growth.tokens.growth import GROW
+from tokenformer.growth.tokens.token_growth import INITIALIZERS
 from tokenformer.layers import Pattention
 
 # The paper's growth steps in proportion, at a width that tests can afford.
@@ -138,7 +138,7 @@ def test_zero_values_are_nearly_exact_elsewhere(make_config, theta, tokens):
     assert 1e-5 < nearly[1].max_output_change < jumping[1].max_output_change
 
 
-@pytest.mark.parametrize("init", GROW)
+@pytest.mark.parametrize("init", INITIALIZERS)
 def test_every_new_row_moves_in_every_layer_after_one_step(make_config, init):
     model, _ = trained(make_config)
     grown, _ = tokenformer.grow(model, qkv_tokens=60, output_tokens=50, ffn_tokens=200, init=init)

@@ -9,7 +9,7 @@ import torch
 import tokenformer
 from tests.growth.test_tokens import logits, moved, train_once
 from tokenformer.growth.grown_optimizer import grow_average
-from tokenformer.growth.origin import like
+from tokenformer.growth.parameter_mapping import match_dtype
 from tokenformer.growth.transformer.methods import METHODS
 from tokenformer.growth.transformer.target_config import target_config
 
@@ -66,18 +66,18 @@ def gradients(model):
 
 
 def foretold(model, report, name):
-    """What the gradient of a new parameter should be, by its origin; None for a new one."""
-    origin = report.origins[name]
-    if origin.name is None:
+    """What the gradient of a new parameter should be, by its mapping; None for a new one."""
+    mapping = report.mappings[name]
+    if mapping.source is None:
         return None
-    gradient = model.get_parameter(origin.name).grad
-    return origin.moved(gradient) * like(origin.gradient_scale, gradient)
+    gradient = model.get_parameter(mapping.source).grad
+    return mapping.gather(gradient) * match_dtype(mapping.gradient_scale, gradient)
 
 
 def replicas(report, name):
     """Pairs of rows of one parameter that copy the same old row."""
     seen = {}
-    for row, source in enumerate(report.origins[name].rows.tolist()):
+    for row, source in enumerate(report.mappings[name].rows.tolist()):
         if source in seen:
             yield seen[source], row
         seen.setdefault(source, row)
@@ -134,9 +134,9 @@ def test_an_origin_says_what_the_weights_are(make_config, growth):
     model, _ = trained(make_config, torch.float64)
     grown, report = tokenformer.grow(model, **GROWTHS[growth])
     for name, parameter in grown.named_parameters():
-        origin = report.origins[name]
-        if origin.name is not None:
-            assert torch.equal(parameter, origin.scaled(model.get_parameter(origin.name))), name
+        mapping = report.mappings[name]
+        if mapping.source is not None:
+            assert torch.equal(parameter, mapping.apply(model.get_parameter(mapping.source))), name
 
 
 def test_new_query_heads_may_join_old_key_value_heads(make_config):
@@ -169,14 +169,14 @@ def test_the_optimizer_follows(make_config, growth):
     assert len(held) == 2, "a new layer's matrices decay as the old ones do"
     for name, parameter in grown.named_parameters():
         assert id(parameter) in held[parameter.ndim > 1], name
-        origin = report.origins[name]
-        if origin.name is None:
+        mapping = report.mappings[name]
+        if mapping.source is None:
             assert parameter not in larger.state
             continue
-        known = optimizer.state[model.get_parameter(origin.name)]
-        scale = like(origin.gradient_scale, parameter)
+        known = optimizer.state[model.get_parameter(mapping.source)]
+        scale = match_dtype(mapping.gradient_scale, parameter)
         for key, power in (("exp_avg", 1), ("exp_avg_sq", 2)):
-            expected = origin.moved(known[key]) * scale**power
+            expected = mapping.gather(known[key]) * scale**power
             assert torch.allclose(larger.state[parameter][key], expected), name
     before = grown.lm_head.weight.detach().clone()
     train_once(grown, larger)
@@ -192,10 +192,13 @@ def test_an_average_follows_exactly(make_config, growth):
         for parameter in average.parameters():
             parameter.add_(0.01 * torch.randn_like(parameter))
         for name, parameter in larger.named_parameters():
-            origin = report.origins[name]
-            if origin.name is not None:
-                was, old = average.get_parameter(origin.name), model.get_parameter(origin.name)
-                parameter.copy_(grow_average(was, old, grown.get_parameter(name), origin))
+            mapping = report.mappings[name]
+            if mapping.source is not None:
+                was, old = (
+                    average.get_parameter(mapping.source),
+                    model.get_parameter(mapping.source),
+                )
+                parameter.copy_(grow_average(was, old, grown.get_parameter(name), mapping))
     assert moved(logits(average), logits(larger)) < EXACT[torch.float64]
     assert moved(logits(average), logits(grown)) > 1e-3
 
@@ -209,7 +212,7 @@ def test_replicas_part_ways_where_that_is_promised_and_only_there(make_config, g
     for name in ("attention.q", "attention.k", "attention.v", "ffn.up", "attention.o", "ffn.down"):
         name = f"model.layers.0.{name}.weight"
         matrix = grown.get_parameter(name).detach()
-        source = report.origins[name].rows
+        source = report.mappings[name].rows
         pairs = [pair for pair in replicas(report, name) if source[pair[0]] >= 0]
         assert pairs or growth == "lemon uneven"
         for one, two in pairs:
@@ -304,20 +307,20 @@ def test_presets_and_configurations_name_sizes(make_config):
         ({"hidden_size": 16}, "hidden_size=16 is less than the model's 32"),
         ({"num_hidden_layers": 1}, "cannot shrink"),
         ({"hidden_size": 36}, "must be a multiple of 8, the size of a head"),
-        ({"hidden_size": 64, "num_attention_heads": 4}, "heads of 16 channels"),
+        ({"hidden_size": 64, "num_attention_heads": 4}, "head size of 16"),
         ({"intermediate_size": 80, "to": "354m"}, "give either a size"),
-        ({"to": "354m"}, "heads of 64 channels"),
+        ({"to": "354m"}, "head size of 64"),
         ({"to": "huge"}, "preset 'huge' is unknown"),
         ({"hidden_size": 64, "method": "net3net"}, "method='net3net' is unknown"),
         ({"hidden_size": 64, "method": "tokens"}, "has no tokens to grow"),
-        ({"ffn_tokens": 100}, "ffn_tokens is no option of net2net"),
-        ({"hidden_size": 64, "method": "lemon", "noise": 0.1}, "noise is no option of lemon"),
+        ({"ffn_tokens": 100}, "'ffn_tokens' is not an option of net2net"),
+        ({"hidden_size": 64, "method": "lemon", "noise": 0.1}, "'noise' is not an option of lemon"),
         ({"hidden_size": 64, "noise": 2.0}, "noise=2.0 must be"),
         ({"hidden_size": 64, "method": "lemon", "unevenness": 1.0}, "unevenness=1.0 must be"),
         ({"hidden_size": 48, "method": "hypercloning"}, "whole multiple of 32"),
-        ({"num_hidden_layers": 4, "method": "hypercloning"}, "does not deepen"),
-        ({"hidden_size": 64, "method": "stacking"}, "does not widen"),
-        ({"hidden_size": 64, "method": "ligo"}, "ligo learns from data"),
+        ({"num_hidden_layers": 4, "method": "hypercloning"}, "hypercloning changes only the width"),
+        ({"hidden_size": 64, "method": "stacking"}, "stacking changes only the depth"),
+        ({"hidden_size": 64, "method": "ligo"}, "ligo is trained on data"),
     ],
     ids=str,
 )
@@ -341,7 +344,7 @@ def test_a_configuration_must_agree_in_what_is_no_size(make_config, changes, tol
     model = tokenformer.TransformerForCausalLM(make_config("transformer", num_key_value_heads=2))
     shape = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
     to = make_config("transformer", **{**shape, **changes})
-    with pytest.raises(ValueError, match=told or "leaves 1 query heads to each"):
+    with pytest.raises(ValueError, match=told or "leaves 1 query heads per"):
         tokenformer.grow(model, to)
     with pytest.raises(ValueError, match="not a TokenformerConfig"):
         tokenformer.grow(model, make_config("tokenformer"))
@@ -350,7 +353,7 @@ def test_a_configuration_must_agree_in_what_is_no_size(make_config, changes, tol
 def test_a_tied_head_needs_a_norm_to_carry_the_shares(make_config):
     model, _ = trained(make_config, torch.float64, final_norm_parameters="bias")
     for method in ("net2net", "hypercloning", "lemon", "bert2bert_aki"):
-        with pytest.raises(ValueError, match="the final norm needs a weight"):
+        with pytest.raises(ValueError, match="needs a final norm with a weight"):
             tokenformer.grow(model, **WIDE, method=method)
     _, report = tokenformer.grow(model, intermediate_size=60)
     assert report.max_output_change < EXACT[torch.float64], "the stream has stayed as it was"

@@ -40,7 +40,7 @@ def merge_models(
     from safetensors import SafetensorError
     from transformers.utils import logging
 
-    from tokenformer.growth.model_folder import save
+    from tokenformer.growth.model_folder import save_model_folder
     from tokenformer.growth.tokens.merge import merge
     from tokenformer.models.loading import load_tokens
 
@@ -50,7 +50,7 @@ def merge_models(
             pair = [load_tokens(path, verify=not no_verify) for path in (first, second)]
             check_tokenizers(first, second)
             joined, report = merge(*pair, embeddings=embeddings, own=own)
-            save(joined, report, first, folder)
+            save_model_folder(joined, report, first, folder)
     except (ValueError, SafetensorError) as error:
         raise InputError(" ".join(str(error).split())) from None
     except OSError as error:

@@ -64,7 +64,7 @@ def prune_model(
     from transformers.utils import logging
 
     from tokenformer.errors import DataError
-    from tokenformer.growth.model_folder import save
+    from tokenformer.growth.model_folder import save_model_folder
     from tokenformer.growth.tokens.prune import prune
     from tokenformer.models.configuration import VisionConfig
     from tokenformer.models.loading import load_tokens
@@ -94,7 +94,7 @@ def prune_model(
                     )
             with Console(stderr=True).status("measuring what each token does"):
                 smaller, report = prune(whole, batches, keep=keep, refit=refit, **tokens)
-            save(smaller, report, source, folder)
+            save_model_folder(smaller, report, source, folder)
     except (ValueError, SafetensorError, DataError) as error:
         line = " ".join(str(error).split())
         raise InputError(line.replace("batches is missing", f"--{wanted} is missing")) from None

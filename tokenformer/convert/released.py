@@ -28,7 +28,7 @@ from tokenformer.convert.source import (
 from tokenformer.convert.state_dict import read_state_dict
 from tokenformer.convert.tokenizer import find_tokenizer
 from tokenformer.errors import ConversionError
-from tokenformer.growth.model_folder import COMPANIONS, stored_tensors
+from tokenformer.growth.model_folder import COMPANION_FILES, stored_tensors
 from tokenformer.models.configuration import TokenformerConfig
 from tokenformer.models.loading import check_folder, load_config, shown
 
@@ -74,7 +74,7 @@ def convert_to_released(source: Source, out: Path, no_verify: bool = False) -> R
         torch.save(tensors, out / WEIGHTS)
     document["torch_dtype"] = str(tensors[EMBEDDING].dtype).removeprefix("torch.")
     (out / CONFIG).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    copied = [n for n in COMPANIONS if n != "generation_config.json" and (source.path / n).exists()]
+    copied = [n for n in COMPANION_FILES if n != "generation_config.json" and (source.path / n).exists()]
     for name in copied:
         shutil.copyfile(source.path / name, out / name)
     return Receipt.of(

@@ -22,7 +22,7 @@ from tokenformer.train.checkpoint.storage import Metadata, read_metadata, read_t
 from tokenformer.train.parallel.ranks import Ranks
 from tokenformer.train.recipe import CONFIG
 from tokenformer.train.run_record import MODEL
-from tokenformer.train.training_state import saved_model
+from tokenformer.train.training_state import build_saved_model
 
 AVERAGE, LAST = "average", "last"
 PREFIXES = {AVERAGE: "extra.ema.", LAST: "model."}
@@ -36,7 +36,7 @@ def convert_checkpoint(
     ranks = Ranks()
     try:
         manifest.verify(source.path)
-        model = saved_model(source.path, read_state(source.path, {"config": dict})["config"])
+        model = build_saved_model(source.path, read_state(source.path, {"config": dict})["config"])
         with ranks.together(f"checkpoint {source.path} cannot be read"):
             saved = read_metadata(source.path)
         prefix = PREFIXES[choose(weights, saved)]

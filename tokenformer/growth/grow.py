@@ -1,4 +1,4 @@
-"""`tokenformer.grow`: a TokenFormer grows by its tokens, a Transformer by one of the baselines.
+"""`tokenformer.grow`: a TokenFormer grows by adding tokens, a Transformer by a baseline method.
 
 grown, report = tokenformer.grow(model, to="354m")
 """
@@ -6,7 +6,8 @@ grown, report = tokenformer.grow(model, to="354m")
 from typing import Any
 
 from tokenformer.growth.growth_report import GrowthReport
-from tokenformer.growth.tokens.growth import grow_tokens
+from tokenformer.growth.model_from_tensors import ModelT
+from tokenformer.growth.tokens.token_growth import grow_tokens
 from tokenformer.growth.transformer.methods import METHODS, grow_transformer
 from tokenformer.models.configuration import MatrixConfig, TokenConfig, TransformerConfig
 
@@ -14,20 +15,20 @@ TOKENS = "tokens"
 
 
 def grow(
-    model: Any,
+    model: ModelT,
     to: str | TokenConfig | TransformerConfig | None = None,
     *,
     method: str | None = None,
     **options: Any,
-) -> tuple[Any, GrowthReport]:
-    """A larger model that starts from `model`, and a report. `model` itself is not changed.
+) -> tuple[ModelT, GrowthReport]:
+    """Return a larger copy of `model` that keeps what it learned, and a report.
 
     Args:
-        model: a TokenFormer or a Transformer, grown before or not.
-        to: a preset or a configuration; or sizes are named among the options.
-        method: None or `tokens` for a TokenFormer, see `growth/tokens/growth.py`; for a Transformer
-            one of `growth/transformer/methods.py`, by default `net2net`.
-        **options: those of `grow_tokens` or `grow_transformer`.
+        model: a TokenFormer or a Transformer; it is not changed.
+        to: a preset name or a configuration. Alternatively, give sizes among the options.
+        method: for a TokenFormer None or `tokens`, see `growth/tokens/token_growth.py`; for a
+            Transformer one of `growth/transformer/methods.py`, by default `net2net`.
+        **options: passed to `grow_tokens` or `grow_transformer`.
     """
     if hasattr(model, "peft_config"):
         raise TypeError(

@@ -1,9 +1,9 @@
-"""The optimizer of a model that has grown: what it knew of the old entries, and what of the new.
+"""The optimizer of a grown model, with the state of the old entries.
 
-Kept as it is, Adam's step count with zero moments makes the first update of a new entry (1 - b1) /
-sqrt(1 - b2) times the rate: 0.45 at b2 = 0.95, 3.2 at 0.999. `mean` gives new entries the second
-moment that the old ones have on average, so that they begin as slowly as an old entry whose
-gradient has just turned; `reset` forgets everything, as the authors' code does.
+`keep` gives new entries zero moments. With Adam's step count kept, their first update is (1 - b1) /
+sqrt(1 - b2) times the learning rate: 0.45 at b2 = 0.95, 3.2 at 0.999. `mean` gives new entries the
+mean second moment of the old ones, which makes their first updates small. `reset` drops all state,
+as the authors' code does.
 """
 
 from inspect import signature
@@ -13,66 +13,69 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tokenformer.growth.growth_report import GrowthReport, kind_of
-from tokenformer.growth.origin import Origin, like
+from tokenformer.growth.growth_report import GrowthReport, without_layer_number
+from tokenformer.growth.parameter_mapping import ParameterMapping, match_dtype
 
 STATES = ("keep", "mean", "reset")
 SQUARED = "sq"
-"""In the name of a state tensor: it is of squared gradients."""
+"""Marks a state tensor of squared gradients, such as `exp_avg_sq`."""
 
 
 def grow_optimizer(optimizer: Optimizer, report: GrowthReport, state: str = "keep") -> Optimizer:
-    """The same optimizer for the grown model: its groups, their options, and its state.
+    """Return an optimizer for the grown model, with the same groups, options and state.
 
     Args:
-        optimizer: of the model before growth.
-        report: of that growth, from memory.
-        state: `keep`: moments of old entries kept, of new ones zero; `mean`: those of new ones the
-            mean second moment of the old; `reset`: all fresh.
+        optimizer: the optimizer of the model before growth.
+        report: the report of a growth in memory.
+        state: `keep` keeps the moments of old entries and gives new ones zero; `mean` gives new
+            entries the mean second moment of the old; `reset` starts with empty state.
     """
     check_state(state)
     if not report.new:
-        raise ValueError("the report has no parameters: it is of a growth on disk")
+        raise ValueError(
+            "the report holds no parameters, as after growth on disk; "
+            "give the report of tokenformer.grow"
+        )
     names = {id(parameter): name for name, parameter in report.old.items()}
-    homes: dict[str, int] = {}
+    group_of: dict[str, int] = {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise ValueError(
-                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is "
-                    "not of the model that grew"
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not "
+                    "in the model that grew"
                 )
-            homes[names[id(parameter)]] = index
+            group_of[names[id(parameter)]] = index
     groups: list[dict[str, Any]] = [
         {**{k: v for k, v in group.items() if k != "params"}, "params": []}
         for group in optimizer.param_groups
     ]
-    kinds = {kind_of(name): index for name, index in homes.items()}
-    strangers = []
+    kinds = {without_layer_number(name): index for name, index in group_of.items()}
+    ungrouped = []
     for name, parameter in report.new.items():
-        source, kind = report.origins[name].name, kind_of(name)
-        if source in homes:
-            groups[homes[source]]["params"].append(parameter)
+        source, kind = report.mappings[name].source, without_layer_number(name)
+        if source in group_of:
+            groups[group_of[source]]["params"].append(parameter)
         elif source is None and kind in kinds:  # such as a matrix of a new layer
             groups[kinds[kind]]["params"].append(parameter)
         elif source is None:
-            strangers.append(parameter)
-    if strangers:  # numbers that are no matrices: no decay
-        groups.append({**groups[0], "params": strangers, "weight_decay": 0.0})
-    accepted = signature(type(optimizer)).parameters  # AdamW notes more than it takes
+            ungrouped.append(parameter)
+    if ungrouped:  # such as learned scales: no weight decay
+        groups.append({**groups[0], "params": ungrouped, "weight_decay": 0.0})
+    accepted = signature(type(optimizer)).parameters  # AdamW's defaults hold more than it accepts
     defaults = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     grown = type(optimizer)(groups, **defaults)
     if state == "reset":
         return grown
     for name, parameter in report.new.items():
-        origin = report.origins[name]
-        if origin.name is None or origin.name not in homes:
+        mapping = report.mappings[name]
+        if mapping.source is None or mapping.source not in group_of:
             continue
-        old = report.old[origin.name]
-        if known := optimizer.state.get(old):
+        old = report.old[mapping.source]
+        if old_state := optimizer.state.get(old):
             grown.state[parameter] = {
-                key: grow_moment(key, value, old, parameter, origin, state)
-                for key, value in known.items()
+                key: grow_moment(key, value, old, parameter, mapping, state)
+                for key, value in old_state.items()
             }
     return grown
 
@@ -83,25 +86,27 @@ def check_state(state: str) -> None:
 
 
 @torch.no_grad()
-def grow_moment(key: str, value: Any, old: Tensor, new: Tensor, origin: Origin, state: str) -> Any:
-    """One entry of a parameter's state, such as `exp_avg_sq`."""
+def grow_moment(
+    key: str, value: Any, old: Tensor, new: Tensor, mapping: ParameterMapping, state: str
+) -> Any:
+    """Return one entry of a parameter's state, such as `exp_avg_sq`, for the grown parameter."""
     if not isinstance(value, Tensor):
         return value
     if value.shape != old.shape or value.ndim == 0:  # the step count
         return value.clone()
     power = 2 if SQUARED in key else 1
-    moved = origin.moved(value) * like(origin.gradient_scale, value) ** power
+    moved = mapping.gather(value) * match_dtype(mapping.gradient_scale, value) ** power
     if state == "mean" and power == 2:
-        fresh = origin.is_new(moved.shape, moved.device)
-        # A column's mean over the old rows: what a token that knows nothing yet would have seen.
-        average = value.mean(0, keepdim=True) if origin.columns is None else value.mean()
-        moved = torch.where(fresh, average, moved)
+        new_entries = mapping.is_new(moved.shape, moved.device)
+        # The mean over the old rows, per column, is the best guess for a new token.
+        average = value.mean(0, keepdim=True) if mapping.columns is None else value.mean()
+        moved = torch.where(new_entries, average, moved)
     assert moved.shape == new.shape
     return moved
 
 
 @torch.no_grad()
-def grow_average(average: Tensor, old: Tensor, new: Tensor, origin: Origin) -> Tensor:
-    """A moving average of an old parameter's weights, for the new one: it lags behind the new
-    weights as it did behind the old, and not at all where they are fresh."""
-    return new.detach() + origin.scaled(average - old)
+def grow_average(average: Tensor, old: Tensor, new: Tensor, mapping: ParameterMapping) -> Tensor:
+    """Return the moving average of a grown parameter. Old entries keep their distance from the
+    weights; new entries start at the weights."""
+    return new.detach() + mapping.apply(average - old)

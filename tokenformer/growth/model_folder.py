@@ -1,7 +1,7 @@
 """Growing a model on disk: from one Hugging Face folder to another.
 
-An old TokenFormer is read through a memory map, one layer at a time, so that no more is held than
-the new model and one layer of the old. Of a Transformer both models are held.
+A TokenFormer is read through a memory map, one layer at a time, so memory holds the new model and
+one layer of the old. A Transformer is loaded whole.
 """
 
 import shutil
@@ -12,21 +12,22 @@ from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
 
-from tokenformer.growth.growth_report import GrowthReport, Part, gathered, size
-from tokenformer.growth.tokens.growth import TokenGrowth
-from tokenformer.growth.tokens.token_counts import target_sizes
+from tokenformer.growth.growth_report import ChangedPart, GrowthReport, format_shape, group_alike
+from tokenformer.growth.tokens.token_counts import target_token_counts
+from tokenformer.growth.tokens.token_growth import TokenGrowth
 from tokenformer.growth.transformer.methods import grow_transformer
-from tokenformer.models.catalogue import MODELS
 from tokenformer.models.configuration import TokenConfig, Tokens, TransformerConfig
 from tokenformer.models.language import TransformerForCausalLM
 from tokenformer.models.loading import check_folder, load_config, load_whole
 from tokenformer.models.model_card import read_history, write_card
+from tokenformer.models.model_classes import MODEL_CLASSES
 from tokenformer.models.weight_files import weight_files
 
 REPORT = "growth.json"
-MOST_PARTS = 12
-COMPANIONS = (
+MAX_CARD_PARTS = 12
+COMPANION_FILES = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -37,24 +38,24 @@ COMPANIONS = (
     "chat_template.jinja",
     "preprocessor_config.json",
 )
-"""What belongs to a model folder and does not change when the model grows."""
+"""Files of a model folder that do not change when the model grows."""
 
 
 class StoredTensors:
-    """The tensors of a model folder by name, read when they are asked for."""
+    """The tensors of a model folder by name, read on access."""
 
     def __init__(self, folder: Path, files: ExitStack) -> None:
-        self.homes: dict[str, Any] = {}
+        self.files: dict[str, Any] = {}
         for path in weight_files(folder):
             file = files.enter_context(safe_open(path, framework="pt"))
-            self.homes |= dict.fromkeys(file.keys(), file)
+            self.files |= dict.fromkeys(file.keys(), file)
 
     @property
     def names(self) -> list[str]:
-        return list(self.homes)
+        return list(self.files)
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self.homes[name].get_tensor(name)
+        tensor: Tensor = self.files[name].get_tensor(name)
         return tensor
 
 
@@ -76,18 +77,25 @@ def grow_folder(
     verify: bool = True,
     **tokens: Tokens,
 ) -> GrowthReport:
-    """As `grow`, from the model folder `source` to `out`, with the tokenizer or image processor and
-    the report. `verify=False` skips the check of the old weights."""
+    """Grow the TokenFormer in folder `source` into folder `out`, with its tokenizer or image
+    processor and the report. `verify=False` skips the check of the old weights. The other arguments
+    are those of `grow_tokens`."""
     config = load_config(str(source))
     check_folder(source, config, verify=verify)
-    sizes = target_sizes(config, to, tokens)
+    sizes = target_token_counts(config, to, tokens)
     growth = TokenGrowth(
-        MODELS[type(config)], config, sizes, init=init, scale=scale, seed=seed, old_rate=old_rate
+        MODEL_CLASSES[type(config)],
+        config,
+        sizes,
+        init=init,
+        scale=scale,
+        seed=seed,
+        old_rate=old_rate,
     )
     with stored_tensors(source) as stored:
         tensors = growth.tensors(stored.__getitem__, stored.names)
-    report = growth.report(**growth.about)
-    save(growth.build(MODELS[type(config)], tensors), report, source, out)
+    report = growth.report(**growth.report_fields)
+    save_model_folder(growth.build(MODEL_CLASSES[type(config)], tensors), report, source, out)
     return report
 
 
@@ -101,17 +109,19 @@ def grow_transformer_folder(
     verify: bool = True,
     **sizes: int,
 ) -> GrowthReport:
-    """As `grow_transformer`, from the model folder `source` to `out`."""
+    """Grow the Transformer in folder `source` into folder `out`; see `grow_transformer`."""
     model = load_whole(TransformerForCausalLM, str(source), verify=verify, dtype="auto").eval()
     larger, report = grow_transformer(model, to, method=method, seed=seed, **sizes)
-    save(larger, report, source, out)
+    save_model_folder(larger, report, source, out)
     return report
 
 
-def save(model: Any, report: GrowthReport, source: Path, out: Path) -> None:
-    """The grown model with its report, and what belongs to the model folder it comes from."""
+def save_model_folder(
+    model: PreTrainedModel, report: GrowthReport, source: Path, out: Path
+) -> None:
+    """Save a model that came from folder `source`: weights, report, companion files and card."""
     model.save_pretrained(out)
-    for name in COMPANIONS:
+    for name in COMPANION_FILES:
         if (source / name).exists():
             shutil.copyfile(source / name, out / name)
     report.save(out / REPORT)
@@ -119,14 +129,17 @@ def save(model: Any, report: GrowthReport, source: Path, out: Path) -> None:
 
 
 def history_line(report: dict[str, Any]) -> str:
-    """A saved report of growth, pruning or merging as a line for a model card."""
+    """Return the line of the model card for a saved report of growth, pruning or merging."""
     method = report["method"]
-    grown = "Grown by tokens" if method == "tokens" else f"Grown by {method}"
+    grown = "GrownWeights by tokens" if method == "tokens" else f"GrownWeights by {method}"
     verb = {"prune": "Pruned", "merge": "Merged with another model"}.get(method, grown)
     options = ", ".join(f"{name} {report[name]}" for name in ("init", "scale") if report[name])
     counts = f"{report['parameters_before']:,} to {report['parameters_after']:,} parameters"
-    parts = [Part(p["name"], tuple(p["before"]), tuple(p["after"])) for p in report["parts"]]
-    changes = [f"{p.name} {size(p.before) or 'new'} to {size(p.after)}" for p in gathered(parts)]
-    more = [f"{len(changes) - MOST_PARTS} more"] if len(changes) > MOST_PARTS else []
+    parts = [ChangedPart(p["name"], tuple(p["before"]), tuple(p["after"])) for p in report["parts"]]
+    changes = [
+        f"{p.name} {format_shape(p.before) or 'new'} to {format_shape(p.after)}"
+        for p in group_alike(parts)
+    ]
+    more = [f"{len(changes) - MAX_CARD_PARTS} more"] if len(changes) > MAX_CARD_PARTS else []
     how = f" ({options})" if options else ""
-    return f"{verb}{how}: " + "; ".join([counts, *changes[:MOST_PARTS], *more])
+    return f"{verb}{how}: " + "; ".join([counts, *changes[:MAX_CARD_PARTS], *more])

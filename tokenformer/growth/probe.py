@@ -1,11 +1,12 @@
-"""How far growth has moved a layer, or a whole model, on random input."""
+"""How much growth changes the output of a layer, or of a whole model, on random input."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
 
-from tokenformer.growth.probe_inputs import random_batch, run
+from tokenformer.growth.model_inputs import random_batch, run_model
 from tokenformer.layers.pattention import Pattention
 from tokenformer.ops.pattention import pattention
 
@@ -17,29 +18,31 @@ Tokens = tuple[Tensor, Tensor, float]
 
 @torch.no_grad()
 def layer_change(layer: Pattention, before: Tokens, after: Tokens, seed: int) -> float:
-    """Largest change of a layer's output over random rows, as a share of the largest output."""
+    """Return the largest change of a layer's output on random rows, relative to the largest
+    output."""
     keys = before[0]
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(ROWS, keys.shape[1], generator=generator).to(keys)
     options: Any = {"theta": layer.theta, "approximate": layer.approximate, "eps": layer.eps}
-    was, became = (
+    old_output, new_output = (
         pattention(rows, k, v, scale_tokens=scale, **options) for k, v, scale in (before, after)
     )
-    return relative_change(was, became)
+    return relative_change(old_output, new_output)
 
 
 @torch.no_grad()
-def output_change(before: Any, after: Any, seed: int) -> float:
-    """Largest change of a logit over random tokens or images, as a share of the largest logit."""
+def output_change(before: PreTrainedModel, after: PreTrainedModel, seed: int) -> float:
+    """Return the largest change of a logit on random tokens or images, relative to the largest
+    logit."""
     batch = random_batch(before, seed)
     return relative_change(*(logits(model, batch) for model in (before, after)))
 
 
-def logits(model: Any, batch: Tensor) -> Tensor:
+def logits(model: PreTrainedModel, batch: Tensor) -> Tensor:
     was_training = model.training
-    found: Tensor = run(model.eval(), batch).logits
+    result: Tensor = run_model(model.eval(), batch).logits
     model.train(was_training)
-    return found
+    return result
 
 
 def relative_change(before: Tensor, after: Tensor) -> float:

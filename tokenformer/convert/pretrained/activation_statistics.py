@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenformer.convert.pretrained.architectures import Frame
-from tokenformer.growth.tokens.token_usage import observe
+from tokenformer.growth.tokens.token_usage import observe_inputs
 
 MOST_ROWS = 8192
 HELD_BYTES = 1 << 31
@@ -103,5 +103,5 @@ def layer_inputs(
         observers[frame.name(index, frame.attention_norm)] = layer.attention.observer(normed)
         observers[frame.name(index, frame.ffn_norm)] = layer.ffn.observer(normed)
         observers[frame.name(index, frame.output)] = layer.output.observer(lambda rows: rows)
-    observe(source, batches, observers)
+    observe_inputs(source, batches, observers)
     return found

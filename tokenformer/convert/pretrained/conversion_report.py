@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenformer.growth.growth_report import kind_of
+from tokenformer.growth.growth_report import without_layer_number
 
 REPORT = "conversion.json"
 
@@ -111,7 +111,7 @@ def gathered(maps: list[ConvertedMap]) -> dict[str, list[ConvertedMap]]:
     """The same map of all layers together."""
     groups: dict[str, list[ConvertedMap]] = {}
     for part in maps:
-        groups.setdefault(kind_of(part.name), []).append(part)
+        groups.setdefault(without_layer_number(part.name), []).append(part)
     return groups
 
 

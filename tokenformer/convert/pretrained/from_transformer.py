@@ -18,7 +18,7 @@ from tokenformer.convert.pretrained.constructions import BALLAST, FORMS
 from tokenformer.convert.pretrained.conversion_report import ConversionReport, ConvertedMap
 from tokenformer.convert.pretrained.source_comparison import compare
 from tokenformer.convert.pretrained.translation import Settings, Translation, translate
-from tokenformer.growth.assembly import assemble
+from tokenformer.growth.model_from_tensors import build_model
 from tokenformer.models.configuration import PROJECTIONS, TokenformerConfig
 from tokenformer.models.language import TokenformerForCausalLM
 from tokenformer.ops.pattention import pattention
@@ -141,4 +141,4 @@ class Assembly:
             **{name: found[0] if len(set(found)) == 1 else found for name, found in counts.items()},
         )
         outer = {name: tensor.to(self.dtype).clone() for name, tensor in outer.items()}
-        return assemble(TokenformerForCausalLM, config, self.tensors | outer).eval()
+        return build_model(TokenformerForCausalLM, config, self.tensors | outer).eval()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenformer.convert.pretrained.conversion_report import Comparison
-from tokenformer.growth.tokens.token_usage import evaluating
+from tokenformer.growth.tokens.token_usage import eval_mode
 
 LOGITS_AT_ONCE = 1 << 25
 
@@ -18,7 +18,7 @@ def compare(source: Any, model: Any, batches: Sequence[Tensor]) -> Comparison:
     """How far `model` is from `source` on batches of token ids [B, T + 1], targets included."""
     tokens, agreed = 0, 0
     losses, divergence, apart, whole = [0.0, 0.0], 0.0, 0.0, 0.0
-    with evaluating(source), evaluating(model):
+    with eval_mode(source), eval_mode(model):
         for batch in in_parts(batches, source.config.vocab_size):
             targets = batch[:, 1:].flatten()
             wanted, found = (

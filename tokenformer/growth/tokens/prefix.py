@@ -1,22 +1,23 @@
 """The first tokens of every layer as a smaller model.
 
-    set_active_share(model, 0.5)                    # the same model, half of its tokens at work
-    smaller, report = take_prefix(model, 0.5)       # that half as a model of its own: equal
+    set_active_share(model, 0.5)                    # use half of the tokens, in place
+    smaller, report = take_prefix(model, 0.5)       # the same half as a new, smaller model
 
-The first ceil(share n) tokens of a layer take part, with the same share of its scale (see
-`Pattention.token_set`). Any model can be cut so; one trained with nested dropout
-(`tokenformer.train.nested_dropout`) has its prefixes trained.
+The first ceil(share n) of the n tokens of a layer are used, with the same share of its scale (see
+`Pattention.token_set`). Nested dropout (`tokenformer.train.nested_dropout`) trains a model so that
+its prefixes work well.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
+from torch import nn
 
 from tokenformer.growth.growth_report import GrowthReport
+from tokenformer.growth.model_from_tensors import ModelT
 from tokenformer.growth.tokens.rewrite import replace_tokens
-from tokenformer.growth.tokens.token_counts import check_not_quantized, share_of
+from tokenformer.growth.tokens.token_counts import check_not_quantized, token_share
 from tokenformer.growth.tokens.token_set import (
     Replacement,
     TokenSet,
@@ -26,18 +27,18 @@ from tokenformer.growth.tokens.token_set import (
 from tokenformer.layers.pattention import Pattention
 
 
-def set_active_share(model: Any, share: float | None) -> None:
-    """Let the first ceil(share n) tokens of every Pattention layer take part; None for all."""
+def set_active_share(model: nn.Module, share: float | None) -> None:
+    """Use the first ceil(share n) tokens of every Pattention layer; None uses all."""
     check_not_quantized(getattr(model, "config", None))
     for module in model.modules():
         if isinstance(module, Pattention):
-            whole = module.num_tokens
-            module.active_tokens = None if share is None else share_of(whole, share)
+            count = None if share is None else token_share(module.num_tokens, share)
+            module.active_tokens = count
 
 
 @contextmanager
-def active_share(model: Any, share: float | None) -> Iterator[None]:
-    """The same for the length of a block; then each layer is as it was."""
+def active_share(model: nn.Module, share: float | None) -> Iterator[None]:
+    """`set_active_share` within a `with` block; the previous setting is restored after it."""
     layers = [module for module in model.modules() if isinstance(module, Pattention)]
     before = [layer.active_tokens for layer in layers]
     try:
@@ -49,10 +50,10 @@ def active_share(model: Any, share: float | None) -> Iterator[None]:
 
 
 @torch.no_grad()
-def take_prefix(model: Any, share: float) -> tuple[Any, GrowthReport]:
-    """The first ceil(share n) tokens of every layer as a model of its own, and a report.
+def take_prefix(model: ModelT, share: float) -> tuple[ModelT, GrowthReport]:
+    """Return a model with the first ceil(share n) tokens of every layer, and a report.
 
-    It computes what `model` does after `set_active_share(model, share)`.
+    Its output equals that of `model` after `set_active_share(model, share)`.
     """
     check_tokenformer(model, "can be cut")
     replacements = {}

@@ -1,9 +1,8 @@
-"""A copy of a model in which every layer has other tokens: shared by growing, pruning, merging and
-taking a prefix.
+"""Replacing the tokens of every layer: shared by growing, pruning, merging and taking a prefix.
 
-They differ in which tokens a layer ends up with and at which scale. The new configuration, the
-tensors that stay, and the report with the origin of every row are made here. Tensors are read one
-layer at a time, so the old model may be in memory or on disk.
+These choose the new tokens and scales of each layer. The rewrite makes the configuration, copies
+the other tensors, and reports which old row each new row comes from. Tensors are read one layer at
+a time, so the old model may be in memory or on disk.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,28 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenformer.growth.assembly import assemble
-from tokenformer.growth.growth_report import GrowthReport, Part
-from tokenformer.growth.origin import Origin
+from tokenformer.growth.growth_report import ChangedPart, GrowthReport
+from tokenformer.growth.model_from_tensors import ModelT, build_model
+from tokenformer.growth.parameter_mapping import ParameterMapping
 from tokenformer.growth.probe import layer_change, output_change
-from tokenformer.growth.tokens.token_counts import Place, Sizes, config_with_tokens
+from tokenformer.growth.tokens.token_counts import Place, TokenCounts, config_with_tokens
 from tokenformer.growth.tokens.token_set import Replacement, TokenSet, token_layers
 from tokenformer.layers.pattention import Pattention
 from tokenformer.models.accounting import count_parameters
 from tokenformer.models.configuration import TokenConfig
 
 Replace = Callable[[str, Place, TokenSet], Replacement]
-"""(name of the layer, its place, its tokens) -> its new tokens."""
-CopyTensor = Callable[[str, Tensor], tuple[Tensor, Origin]]
-"""Makes a tensor that is not a token from the old one."""
+"""(layer name, projection and layer number, old tokens) -> new tokens."""
+CopyTensor = Callable[[str, Tensor], tuple[Tensor, ParameterMapping]]
+"""Makes the new tensor, for tensors other than tokens."""
 
 
-def copy_tensor(name: str, tensor: Tensor) -> tuple[Tensor, Origin]:
-    return tensor.clone(), Origin(name)
+def copy_tensor(name: str, tensor: Tensor) -> tuple[Tensor, ParameterMapping]:
+    return tensor.clone(), ParameterMapping(name)
 
 
 class TokenRewrite:
-    """One rewrite, tensor by tensor: `tensors`, then `build` and `report`."""
+    """A rewrite of one model. Call `tensors`, then `build` and `report`; or `apply` for all."""
 
     def __init__(
         self,
@@ -50,28 +49,28 @@ class TokenRewrite:
         self.layers, self.before, self.replace = layers, config, replace
         self.learned, self.copy, self.old_rate, self.seed = learned_scale, copy, old_rate, seed
         self.live_scale = live_scale
-        """Whether the old scale is that of the layer in memory, which training may have moved,
-        rather than that of the configuration."""
-        self.sizes: Sizes = {}
+        """Whether the old scale is read from the layer in memory, where training may have changed
+        it, instead of the configuration."""
+        self.sizes: TokenCounts = {}
         self.scales: dict[Place, float] = {}
         self.rates: dict[Place, list[float]] = {}
-        self.parts: list[Part] = []
-        self.origins: dict[str, Origin] = {}
+        self.parts: list[ChangedPart] = []
+        self.mappings: dict[str, ParameterMapping] = {}
 
     @property
     def config(self) -> TokenConfig:
-        """The new model's, once `tensors` has run."""
+        """The configuration of the new model; call `tensors` first."""
         return config_with_tokens(
             self.before, self.sizes, self.scales, learned_scale=self.learned, rates=self.rates
         )
 
     def tensors(self, read: Callable[[str], Tensor], names: list[str]) -> dict[str, Tensor]:
-        """The new model's tensors; `read` is asked for one of the old model's at a time."""
+        """Return the tensors of the new model. `read(name)` returns a tensor of the old one."""
         made: dict[str, Tensor] = {}
         for name in names:
             layer, _, kind = name.rpartition(".")
             if layer not in self.layers:
-                made[name], self.origins[name] = self.copy(name, read(name))
+                made[name], self.mappings[name] = self.copy(name, read(name))
             elif kind == "key_tokens":
                 made |= self.rewrite_layer(layer, read)
         return made
@@ -92,21 +91,21 @@ class TokenRewrite:
         if self.old_rate is not None:
             rates = [self.old_rate] * before.size
         self.rates[place] = new.rates(rates)
-        self.origins |= new.origins(layer)
-        change = layer_change(module, (before.keys, before.values, before.scale),
-                              (after.keys, after.values, after.scale), self.seed)  # fmt: skip
+        self.mappings |= new.mappings(layer)
+        old, new_tokens = ((t.keys, t.values, t.scale) for t in (before, after))
+        change = layer_change(module, old, new_tokens, self.seed)
         self.parts.append(
-            Part(layer, (before.size,), (after.size,), before.scale, after.scale, change)
+            ChangedPart(layer, (before.size,), (after.size,), before.scale, after.scale, change)
         )
         made = {f"{layer}.key_tokens": after.keys, f"{layer}.value_tokens": after.values}
         if self.learned:
             made[scale_name] = after.keys.new_tensor([after.scale])
-            self.origins[scale_name] = Origin(scale_name if learned_before else None)
+            self.mappings[scale_name] = ParameterMapping(scale_name if learned_before else None)
         return made
 
-    def build(self, model_class: Any, tensors: dict[str, Tensor]) -> Any:
-        """The new model, of these very tensors."""
-        return assemble(model_class, self.config, tensors)
+    def build(self, model_class: type[ModelT], tensors: dict[str, Tensor]) -> ModelT:
+        """Return the new model, which holds `tensors` without copying them."""
+        return build_model(model_class, self.config, tensors)
 
     def report(
         self, *, method: str, scale: str, init: str | None = None, exact: bool | None = None
@@ -120,15 +119,15 @@ class TokenRewrite:
             parts=self.parts,
             parameters_before=sum(count_parameters(self.before).values()),
             parameters_after=sum(count_parameters(self.config).values()),
-            origins=self.origins,
+            mappings=self.mappings,
         )
 
-    def apply(self, model: Any, **about: Any) -> tuple[Any, GrowthReport]:
-        """The rewritten copy of a model in memory, and its `report(**about)`."""
+    def apply(self, model: ModelT, **report_fields: Any) -> tuple[ModelT, GrowthReport]:
+        """Return the rewritten copy of a model in memory, and `report(**report_fields)`."""
         state = model.state_dict()
         changed = self.build(type(model), self.tensors(state.__getitem__, list(state)))
         changed.train(model.training)
-        report = self.report(**about)
+        report = self.report(**report_fields)
         report.pair(model, changed)
         report.max_output_change = output_change(model, changed, self.seed)
         return changed, report
@@ -136,7 +135,7 @@ class TokenRewrite:
 
 @torch.no_grad()
 def replace_tokens(
-    model: Any,
+    model: ModelT,
     replacements: Mapping[str, Replacement],
     *,
     method: str,
@@ -144,13 +143,14 @@ def replace_tokens(
     exact: bool | None,
     learned_scale: bool | None = None,
     copy: CopyTensor = copy_tensor,
-) -> tuple[Any, GrowthReport]:
-    """A copy of `model` with these tokens, by the names of its Pattention layers, and the report.
+) -> tuple[ModelT, GrowthReport]:
+    """Return a copy of `model` with new tokens in every Pattention layer, and a report.
 
     Args:
-        method, scale, exact: as the report states them.
-        learned_scale: by default as in `model`.
-        copy: makes the tensors that are not tokens from the old ones.
+        replacements: new tokens by layer name.
+        method, scale, exact: fields of the report.
+        learned_scale: whether scales are trained; by default as in `model`.
+        copy: makes the tensors other than tokens from the old ones.
     """
     config = model.config
     rewrite = TokenRewrite(

@@ -1,7 +1,6 @@
-"""What a TokenFormer is to become: token counts by projection and layer, and the new config.
+"""Token counts by projection and layer, and the configuration for new ones.
 
-Growth adds tokens, pruning drops them. A plan refuses what goes the other way, and another width or
-depth.
+Growth only adds tokens and pruning only drops them; width and depth do not change.
 """
 
 import math
@@ -12,15 +11,15 @@ from typing import Any
 from tokenformer.models.configuration import PROJECTIONS, TokenConfig, Tokens
 
 Place = tuple[str, int]
-"""A projection (q, k, v, o or ffn) and the number of its layer."""
-Sizes = dict[Place, int]
-"""Tokens by place."""
+"""A projection (q, k, v, o or ffn) and its layer number."""
+TokenCounts = dict[Place, int]
+"""Number of tokens of each projection."""
 
 TOKEN_OPTIONS = ("qkv_tokens", "output_tokens", "ffn_tokens", "q_tokens", "k_tokens", "v_tokens")
 FIXED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
-def sizes_of(config: TokenConfig) -> Sizes:
+def token_counts(config: TokenConfig) -> TokenCounts:
     return {
         (projection, layer): config.tokens(projection, layer)
         for projection in PROJECTIONS
@@ -33,15 +32,15 @@ def check_not_quantized(config: Any) -> None:
         raise ValueError("the model is quantized to int8; use the model it was quantized from")
 
 
-def target_sizes(
+def target_token_counts(
     config: TokenConfig, to: str | TokenConfig | None, tokens: Mapping[str, Tokens]
-) -> Sizes:
-    """The token counts asked for, by a size (a preset's name or a configuration) or one by one."""
+) -> TokenCounts:
+    """Return the token counts of a preset or configuration, or of the given options."""
     check_not_quantized(config)
     if (to is None) == (not tokens):
-        raise ValueError("give either a size to grow to or numbers of tokens, such as ffn_tokens")
+        raise ValueError("give either a size to grow to or token counts, such as ffn_tokens")
     if to is None:
-        to = with_tokens(config, tokens)
+        to = resized_config(config, tokens)
     elif isinstance(to, str):
         to = type(config).from_preset(to)
     for name in FIXED:
@@ -50,7 +49,7 @@ def target_sizes(
             raise ValueError(
                 f"growth adds tokens; it cannot change {name} from {before} to {after}"
             )
-    before, after = sizes_of(config), sizes_of(to)
+    before, after = token_counts(config), token_counts(to)
     for (projection, layer), size in after.items():
         if size < before[projection, layer]:
             raise ValueError(
@@ -60,15 +59,17 @@ def target_sizes(
     return after
 
 
-def pruned_sizes(config: TokenConfig, keep: float | None, tokens: Mapping[str, Tokens]) -> Sizes:
-    """The token counts to prune to: a share of every layer's, or one by one."""
+def pruned_token_counts(
+    config: TokenConfig, keep: float | None, tokens: Mapping[str, Tokens]
+) -> TokenCounts:
+    """Return the token counts to prune to: a share of every layer's, or those of the options."""
     if (keep is None) == (not tokens):
-        raise ValueError("give either a share to keep or numbers of tokens, such as ffn_tokens")
-    before = sizes_of(config)
+        raise ValueError("give either a share to keep or token counts, such as ffn_tokens")
+    before = token_counts(config)
     if keep is not None:
         check_share("keep", keep)
-        return {place: share_of(size, keep) for place, size in before.items()}
-    after = sizes_of(with_tokens(config, tokens))
+        return {place: token_share(size, keep) for place, size in before.items()}
+    after = token_counts(resized_config(config, tokens))
     for (projection, layer), size in after.items():
         if size > before[projection, layer]:
             raise ValueError(
@@ -78,13 +79,13 @@ def pruned_sizes(config: TokenConfig, keep: float | None, tokens: Mapping[str, T
     return after
 
 
-def with_tokens(config: TokenConfig, tokens: Mapping[str, Tokens]) -> TokenConfig:
-    """`config` with some of its token counts changed, and neither scales nor rates of its own."""
+def resized_config(config: TokenConfig, tokens: Mapping[str, Tokens]) -> TokenConfig:
+    """Return `config` with the given token counts and default scales and rates."""
     for name in tokens:
         if name not in TOKEN_OPTIONS:
             raise ValueError(f"{name!r} is not an option; choose from {', '.join(TOKEN_OPTIONS)}")
     options: dict[str, Any] = config.to_dict() | {"scale_tokens": None, "token_rates": None}
-    if "qkv_tokens" in tokens:  # one number for the three, unless one is named too
+    if "qkv_tokens" in tokens:  # replaces q_tokens, k_tokens and v_tokens, unless given too
         options |= {"q_tokens": None, "k_tokens": None, "v_tokens": None}
     return type(config).from_dict(options | dict(tokens))
 
@@ -94,34 +95,40 @@ def check_share(name: str, share: float) -> None:
         raise ValueError(f"{name}={share} must be above 0 and at most 1")
 
 
-def share_of(size: int, share: float) -> int:
-    """A share of a number of tokens, rounded up; 0.1 of 30 is 3, whatever floats make of it."""
+def token_share(size: int, share: float) -> int:
+    """Return a share of a token count, rounded up; robust to float error: 0.1 of 30 is 3."""
     check_share("share", share)
     return max(1, math.ceil(round(size * share, 6)))
 
 
 def config_with_tokens(
     config: TokenConfig,
-    sizes: Sizes,
+    sizes: TokenCounts,
     scales: Mapping[Place, float] | None = None,
     *,
     learned_scale: bool = False,
     rates: Mapping[Place, list[float]] | None = None,
 ) -> TokenConfig:
-    """`config` with other token counts and scales, and nothing else changed."""
+    """Return `config` with other token counts, scales and learning rate factors."""
     options = config.to_dict()
     layers = range(config.num_hidden_layers)
-    counts = {p: simplest([sizes[p, layer] for layer in layers]) for p in PROJECTIONS}
+    counts = {p: collapse_equal([sizes[p, layer] for layer in layers]) for p in PROJECTIONS}
     options |= {"output_tokens": counts["o"], "ffn_tokens": counts["ffn"]}
     same = counts["q"] == counts["k"] == counts["v"]
     options["qkv_tokens"] = counts["q"]
     for projection in "qkv":
         options[f"{projection}_tokens"] = None if same else counts[projection]
-    own = {p: [own_scale(p, layer, sizes, scales or {}) for layer in layers] for p in PROJECTIONS}
+    own = {
+        p: [explicit_scale(p, layer, sizes, scales or {}) for layer in layers] for p in PROJECTIONS
+    }
     own = {p: values for p, values in own.items() if any(v is not None for v in values)}
     options["scale_tokens"] = own or None
     options["learned_scale"] = learned_scale
-    slow = {place: runs(of_rows) for place, of_rows in (rates or {}).items() if set(of_rows) != {1}}
+    slow = {
+        place: run_lengths(of_rows)
+        for place, of_rows in (rates or {}).items()
+        if set(of_rows) != {1}
+    }
     projections = [p for p in PROJECTIONS if any(place[0] == p for place in slow)]
     options["token_rates"] = {
         p: [slow.get((p, layer)) for layer in layers] for p in projections
@@ -129,18 +136,18 @@ def config_with_tokens(
     return type(config).from_dict(options)
 
 
-def simplest(counts: list[int]) -> Tokens:
+def collapse_equal(counts: list[int]) -> Tokens:
     return counts[0] if len(set(counts)) == 1 else counts
 
 
-def own_scale(
-    projection: str, layer: int, sizes: Sizes, scales: Mapping[Place, float]
+def explicit_scale(
+    projection: str, layer: int, sizes: TokenCounts, scales: Mapping[Place, float]
 ) -> float | None:
-    """The scale of a place, unless it is its number of tokens."""
+    """Return the scale of a projection, or None if it equals the token count."""
     scale = scales.get((projection, layer))
     return None if scale == sizes[projection, layer] else scale
 
 
-def runs(rates: list[float]) -> list[list[float]]:
-    """Equal neighbours counted: [0, 0, 1] is [[2, 0], [1, 1]]."""
+def run_lengths(rates: list[float]) -> list[list[float]]:
+    """Return the run-length encoding: [0, 0, 1] gives [[2, 0], [1, 1]]."""
     return [[len([*group]), rate] for rate, group in groupby(rates)]

@@ -1,12 +1,11 @@
 """The parameter tokens of one layer, and where a model's token layers are."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tokenformer.growth.origin import NEW, Origin
+from tokenformer.growth.parameter_mapping import NEW, ParameterMapping
 from tokenformer.growth.tokens.token_counts import Place, check_not_quantized
 from tokenformer.layers.pattention import Pattention
 from tokenformer.models.configuration import TokenConfig
@@ -26,41 +25,41 @@ class TokenSet:
 
     @classmethod
     def of(cls, module: Pattention, device: torch.device | None = None) -> "TokenSet":
-        """All tokens of a layer, active or not, and its current scale."""
+        """Return all tokens of a layer, active or not, and its current scale."""
         keys, values = module.key_tokens.detach(), module.value_tokens.detach()
         return cls(keys.to(device), values.to(device), float(module.scale_tokens))
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """A layer's new tokens, and which old row each one comes from; NEW for none."""
+    """A layer's new tokens, and the old row each one comes from (NEW for none)."""
 
     tokens: TokenSet
     rows: Tensor  # [n']
     value_scale: float | Tensor = 1.0
-    """What the old values were multiplied by: one number, or one per row [n', 1]."""
+    """Factor on the old values: one number, or one per row [n', 1]."""
     new_rates: list[float] | None = None
-    """Factors on the learning rate of the new rows, in order; by default 1."""
+    """Learning rate factors of the new rows, in order; by default 1."""
 
     def rates(self, before: list[float] | None) -> list[float]:
-        """The rate factor of every row, given those of the old rows."""
-        fresh = iter(self.new_rates or [])
+        """Return the learning rate factor of every row, given those of the old rows."""
+        new_rates = iter(self.new_rates or [])
         return [
-            next(fresh, 1.0) if row == NEW else (1.0 if before is None else before[row])
+            next(new_rates, 1.0) if row == NEW else (1.0 if before is None else before[row])
             for row in self.rows.tolist()
         ]
 
-    def origins(self, layer: str) -> dict[str, Origin]:
+    def mappings(self, layer: str) -> dict[str, ParameterMapping]:
         keys, values = f"{layer}.key_tokens", f"{layer}.value_tokens"
         return {
-            # The gradient of a key is proportional to its value.
-            keys: Origin(keys, self.rows, gradient_scale=self.value_scale),
-            values: Origin(values, self.rows, scale=self.value_scale),
+            # A key's gradient is proportional to its value.
+            keys: ParameterMapping(keys, self.rows, gradient_scale=self.value_scale),
+            values: ParameterMapping(values, self.rows, scale=self.value_scale),
         }
 
 
-def token_layers(model: Any) -> dict[str, tuple[Place, Pattention]]:
-    """The Pattention layers of a model by name, each with its projection and layer number."""
+def token_layers(model: nn.Module) -> dict[str, tuple[Place, Pattention]]:
+    """Return the Pattention layers by name, each with its projection and layer number."""
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, Pattention):
@@ -70,7 +69,8 @@ def token_layers(model: Any) -> dict[str, tuple[Place, Pattention]]:
     return found
 
 
-def check_tokenformer(model: Any, verb: str) -> None:
+def check_tokenformer(model: nn.Module, verb: str) -> None:
+    """Raise unless the model is a TokenFormer that is not quantized."""
     if not isinstance(getattr(model, "config", None), TokenConfig):
         raise TypeError(f"only a TokenFormer's tokens {verb}, not a {type(model).__name__}'s")
     check_not_quantized(model.config)

@@ -1,42 +1,43 @@
-"""What each token of a model does on data: how much it adds, and how much of the norm it holds.
+"""Statistics of each token on data: its contribution to the output and its share of the norm.
 
-Both are means over the rows that reach a layer, with w_i the weight theta gives token i:
+Both are means over the input rows of a layer, with w_i the weight that theta gives token i:
 
-    contribution   E[ w_i^2 ] ||v_i||^2         the squared length of what the token adds
-    share          E[ m_i / sum_j m_j ]         its part of what theta divides by
+    contribution   E[ w_i^2 ] ||v_i||^2         mean square of what the token adds to the output
+    share          E[ m_i / sum_j m_j ]         its share of the norm that divides the scores
 
-with the mass m_i = A_i^2 for l2_gelu, gelu(A_i)^2 for gelu_l2, |A_i| for l1_gelu and exp(A_i) for
-softmax. Every theta divides by a power of the sum of masses and multiplies by the same power of the
-scale s, so tokens that hold the share r on their own keep their weights at the scale r s. A mean
-share of a set of tokens is the sum of theirs: one pass over the data serves every choice of them.
+The mass m_i is A_i^2 for l2_gelu, gelu(A_i)^2 for gelu_l2, |A_i| for l1_gelu and exp(A_i) for
+softmax. Every theta divides by a power of the total mass and multiplies by the same power of the
+scale s. So a subset of the tokens with the share r keeps its weights at the scale r s. Shares add
+up, so one pass over the data is enough for any subset.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
 
-from tokenformer.growth.probe_inputs import KINDS, check_batch, run
+from tokenformer.growth.model_inputs import INPUT_KINDS, check_batch, run_model
 from tokenformer.growth.tokens.prefix import active_share
 from tokenformer.growth.tokens.token_set import token_layers
 from tokenformer.layers.pattention import Pattention
 from tokenformer.ops.theta import THETAS, accumulation_dtype
 
-ELEMENTS_AT_ONCE = 1 << 22
-"""Scores held at once, rows times tokens."""
+MAX_SCORES = 1 << 22
+"""Scores in memory at once, rows times tokens."""
 
 
 class Mass(NamedTuple):
-    """What a token adds to the norm of one theta; the eps that theta may add is ignored."""
+    """A token's term in the norm of one theta, without theta's eps."""
 
     of_scores: Callable[[Tensor, Tensor], Tensor]
-    """From scores and weights [R, n]."""
+    """From scores [R, n] and weights [R, n]."""
     of_keys: Callable[[Tensor], Tensor]
-    """From keys [n, d] alone: the mean over inputs of all directions, up to a factor. With softmax
-    it does not vanish with the key; there all tokens count the same."""
+    """From keys [n, d]: the mean over isotropic inputs, up to a factor. With softmax a zero key has
+    mass too, and all tokens count the same."""
 
 
 def squared_length(keys: Tensor) -> Tensor:
@@ -53,14 +54,14 @@ MASSES = {
 
 @dataclass(frozen=True)
 class TokenStatistics:
-    """Of one layer."""
+    """Statistics of the tokens of one layer."""
 
     contribution: Tensor  # [n], float64
-    share: Tensor  # [n], float64, of sum 1
+    share: Tensor  # [n], float64, sums to 1
 
 
-class Tally:
-    """Sums over the rows that one layer has seen."""
+class UsageSums:
+    """Running sums over the input rows of one layer."""
 
     def __init__(self, module: Pattention) -> None:
         self.module = module
@@ -70,11 +71,11 @@ class Tally:
 
     def add(self, x: Tensor) -> None:
         layer = self.module
-        for rows in in_parts(layer, x):
-            scores, weights = attended(layer, rows, layer.key_tokens, layer.scale_tokens)
+        for rows in row_chunks(layer, x):
+            scores, weights = scores_and_weights(layer, rows, layer.key_tokens, layer.scale_tokens)
             mass = MASSES[layer.theta].of_scores(scores, weights)  # [R, n]
             total = mass.sum(-1, keepdim=True)  # [R, 1]
-            # A row without scores divides nothing among the tokens.
+            # A row whose scores are all zero has no shares.
             share = torch.where(total > 0, mass / total, 0.0)
             self.squares += weights.square().sum(0).cpu().double()
             self.shares += share.sum(0).cpu().double()
@@ -89,36 +90,40 @@ class Tally:
         )
 
 
-def in_parts(layer: Pattention, x: Tensor) -> tuple[Tensor, ...]:
-    """The rows of x, so many at a time that their scores can be held."""
+def row_chunks(layer: Pattention, x: Tensor) -> tuple[Tensor, ...]:
+    """Split x into rows [R, d] whose scores fit in `MAX_SCORES`."""
     rows = x.reshape(-1, layer.in_features)
-    return rows.split(max(1, ELEMENTS_AT_ONCE // layer.num_tokens))
+    return rows.split(max(1, MAX_SCORES // layer.num_tokens))
 
 
-def attended(
+def scores_and_weights(
     layer: Pattention, rows: Tensor, keys: Tensor, scale: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Scores and weights [R, n] of some keys, as the layer would have them, in fp32 or wider."""
+    """Return the scores and weights [R, n] of `keys` in this layer, in fp32 or wider."""
     wide = accumulation_dtype(keys.dtype)
     scores = rows.to(wide) @ keys.to(wide).T
     return scores, THETAS[layer.theta](scores, scale, layer.approximate, layer.eps)
 
 
-def token_statistics(model: Any, batches: Iterable[Tensor]) -> dict[str, TokenStatistics]:
-    """Statistics of every Pattention layer, by name, over batches of what it takes."""
-    tallies = {name: Tally(module) for name, (_, module) in token_layers(model).items()}
-    observe(model, batches, {name: tally.add for name, tally in tallies.items()})
-    return {name: tally.result() for name, tally in tallies.items()}
+def token_statistics(
+    model: PreTrainedModel, batches: Iterable[Tensor]
+) -> dict[str, TokenStatistics]:
+    """Return the statistics of every Pattention layer by name, over batches of model inputs."""
+    sums = {name: UsageSums(module) for name, (_, module) in token_layers(model).items()}
+    observe_inputs(model, batches, {name: layer.add for name, layer in sums.items()})
+    return {name: layer.result() for name, layer in sums.items()}
 
 
 @torch.no_grad()
-def observe(
-    model: Any, batches: Iterable[Tensor], observers: Mapping[str, Callable[[Tensor], None]]
+def observe_inputs(
+    model: PreTrainedModel,
+    batches: Iterable[Tensor],
+    observers: Mapping[str, Callable[[Tensor], None]],
 ) -> None:
-    """Run the model over `batches` and show each observer the inputs of the layer it names."""
+    """Run the model on `batches` and call each observer with the inputs of the named layer."""
     count = 0
     with ExitStack() as stack:
-        stack.enter_context(evaluating(model))
+        stack.enter_context(eval_mode(model))
         stack.enter_context(active_share(model, None))
         for name, observer in observers.items():
             hook = model.get_submodule(name).register_forward_pre_hook(
@@ -127,15 +132,16 @@ def observe(
             stack.callback(hook.remove)
         for batch in batches:
             check_batch(model, batch)
-            run(model.base_model, batch.to(model.device))
+            run_model(model.base_model, batch.to(model.device))
             count += 1
     if not count:
-        kind = KINDS[model.main_input_name]
+        kind = INPUT_KINDS[model.main_input_name]
         raise ValueError(f"batches is empty; give at least one tensor of {kind}")
 
 
 @contextmanager
-def evaluating(model: Any) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode within a `with` block."""
     was_training = model.training
     model.eval()
     try:

@@ -1,25 +1,26 @@
-"""Block padding: the old matrix in the top-left block, fresh parameters in the three others.
+"""Block padding: the old matrix in the top-left block, newly initialized parameters elsewhere.
 
-It is what the TokenFormer paper writes under the name of Net2Net. The old model is still there, but
-every layer also reads fresh channels and every norm divides by their deviation too, so the function
-is not preserved. New layers are fresh; the fresh parameters are those a new model begins with.
+The TokenFormer paper calls this Net2Net. It is not exact: every layer also reads the new channels,
+and they change the statistics of every norm. New layers are newly initialized.
 """
 
 from torch import Tensor
 
-from tokenformer.growth.origin import Origin, added_rows
-from tokenformer.growth.transformer.expansion import Expansion, Grown
+from tokenformer.growth.parameter_mapping import ParameterMapping, extended_index
+from tokenformer.growth.transformer.expansion import Expansion, GrownWeights
 
 
-def block_padding(expansion: Expansion) -> Grown:
+def block_padding(expansion: Expansion) -> GrownWeights:
     parameters: dict[str, Tensor] = {}
-    origins: dict[str, Origin] = {}
+    mappings: dict[str, ParameterMapping] = {}
     for name in expansion.names:
-        if name not in expansion.old:  # of a new layer
-            parameters[name], origins[name] = expansion.fresh(name), Origin(None)
+        if name not in expansion.old:  # in a new layer
+            parameters[name], mappings[name] = expansion.initialized(name), ParameterMapping(None)
             continue
-        before, after = expansion.old[name].shape, expansion.blank.get_parameter(name).shape
-        maps = [added_rows(old, new) for old, new in zip(before, after, strict=True)]
-        origins[name] = Origin(name, *maps)
-        parameters[name] = expansion.placed(name, origins[name])
-    return Grown(expansion.after, parameters, origins, exact=expansion.before == expansion.after)
+        before, after = expansion.old[name].shape, expansion.meta_model.get_parameter(name).shape
+        maps = [extended_index(old, new) for old, new in zip(before, after, strict=True)]
+        mappings[name] = ParameterMapping(name, *maps)
+        parameters[name] = expansion.map_old(name, mappings[name])
+    return GrownWeights(
+        expansion.after, parameters, mappings, exact=expansion.before == expansion.after
+    )

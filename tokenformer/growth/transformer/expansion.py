@@ -1,46 +1,49 @@
-"""One growth of a plain Transformer: from which weights to which sizes, and what came of it.
+"""Input and output of the growth methods in `methods.py`.
 
-An `Expansion` is what every method of `methods.py` is given, a `Grown` what it returns.
+Every method takes an `Expansion`, the old weights and the new sizes, and returns `GrownWeights`.
 """
 
 import copy
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenformer.growth.origin import Origin
+from tokenformer.growth.parameter_mapping import ParameterMapping
 from tokenformer.models.configuration import TransformerConfig
+from tokenformer.models.language import TransformerForCausalLM
 from tokenformer.models.seeds import named_seed
 
-IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+LAYER_PARAMETER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
-def place_of(name: str) -> tuple[int | None, str]:
-    """The layer of a parameter, if it is in one, and its name there."""
-    found = IN_LAYER.fullmatch(name)
-    return (int(found[1]), found[2]) if found else (None, name)
+def split_name(name: str) -> tuple[int | None, str]:
+    """Split a parameter name into its layer number (None outside the layers) and the rest."""
+    match = LAYER_PARAMETER.fullmatch(name)
+    return (int(match[1]), match[2]) if match else (None, name)
 
 
-def in_layer(layer: int | None, name: str) -> str:
+def full_name(layer: int | None, name: str) -> str:
+    """The inverse of `split_name`."""
     return name if layer is None else f"model.layers.{layer}.{name}"
 
 
 @dataclass
-class Grown:
+class GrownWeights:
     config: TransformerConfig
     parameters: dict[str, Tensor]
-    origins: dict[str, Origin]
+    mappings: dict[str, ParameterMapping]
     exact: bool
-    """Whether the larger model computes the same function, by the rule that made it."""
+    """Whether the method preserves the function."""
 
 
 class Expansion:
+    """The old weights, the old and new configuration, and the new model on the meta device."""
+
     def __init__(
         self,
-        model_class: Any,
+        model_class: type[TransformerForCausalLM],
         before: TransformerConfig,
         after: TransformerConfig,
         old: dict[str, Tensor],
@@ -49,8 +52,8 @@ class Expansion:
         self.model_class, self.before, self.after = model_class, before, after
         self.old, self.seed = old, seed
         with torch.device("meta"):
-            self.blank = model_class(after)
-        self.names = [name for name, _ in self.blank.named_parameters()]
+            self.meta_model = model_class(after)
+        self.names = [name for name, _ in self.meta_model.named_parameters()]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -62,27 +65,27 @@ class Expansion:
 
     @property
     def widens(self) -> bool:
-        """Whether the residual stream does; with it the heads do, which keep their size."""
+        """Whether the hidden size grows, and with it the number of heads."""
         return self.after.hidden_size != self.before.hidden_size
 
     def generator(self, name: str) -> torch.Generator:
-        """What is drawn for one thing does not depend on what is drawn for another."""
+        """Return a random generator of its own for each name."""
         return torch.Generator().manual_seed(named_seed(self.seed, name))
 
-    def fresh(self, name: str) -> Tensor:
-        """The parameter as a new model of the larger size would begin with it."""
+    def initialized(self, name: str) -> Tensor:
+        """Return the parameter as initialized in a new model of the larger size."""
         path, _, parameter = name.rpartition(".")
-        module = copy.deepcopy(self.blank.get_submodule(path)).to_empty(device="cpu")
+        module = copy.deepcopy(self.meta_model.get_submodule(path)).to_empty(device="cpu")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(named_seed(self.seed, name))
-            self.blank._init_weights(module)
-        drawn: Tensor = getattr(module, parameter).detach()
-        return drawn.to(self.device, self.dtype)
+            self.meta_model._init_weights(module)
+        tensor: Tensor = getattr(module, parameter).detach()
+        return tensor.to(self.device, self.dtype)
 
-    def placed(self, name: str, origin: Origin, *, draw: bool = True) -> Tensor:
-        """The old entries in their new places, scaled; others as `fresh`, or zero."""
-        assert origin.name is not None
-        old = self.old[origin.name]
-        made = origin.scaled(old)
-        new = origin.is_new(made.shape, made.device)
-        return torch.where(new, self.fresh(name), made) if draw and new.any() else made
+    def map_old(self, name: str, mapping: ParameterMapping, *, initialize: bool = True) -> Tensor:
+        """Return the mapped old entries; new ones are initialized, or zero."""
+        assert mapping.source is not None
+        old = self.old[mapping.source]
+        made = mapping.apply(old)
+        new = mapping.is_new(made.shape, made.device)
+        return torch.where(new, self.initialized(name), made) if initialize and new.any() else made

@@ -1,26 +1,27 @@
 """HyperCloning (arXiv 2409.12903): every matrix is tiled, W.repeat(n_out, n_in) / n_in.
 
-Widths grow by whole factors, heads multiply, and the size of a head stays. Norm vectors and
-embeddings are repeated undivided; the head is divided, where it is tied by the final norm. Exact.
+Widths grow by whole factors; there are more heads of the same size. Norm vectors and embeddings are
+repeated without division. The head is divided by n_in, or the final norm if embeddings are tied.
+Exact.
 
-Without noise the tiles get equal gradients and stay equal for ever. `noise` adds what cancels over
-the input tiles (+N on one, -N on the other where there are two): exact still, and the tiles part.
+Without noise the tiles get equal gradients and stay equal. `noise` adds noise that cancels over the
+input tiles (+N on one, -N on the other if there are two): still exact, and the tiles diverge.
 """
 
-from tokenformer.growth.transformer.expansion import Expansion, Grown
+from tokenformer.growth.transformer.expansion import Expansion, GrownWeights
 from tokenformer.growth.transformer.widening import (
-    Stream,
+    StreamReplicas,
     check_noise,
-    circular,
-    map_layer,
-    share,
+    cyclic,
+    layer_replicas,
+    replica_shares,
     widen,
 )
 
 WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 
-def hypercloning(expansion: Expansion, *, noise: float = 0.0) -> Grown:
+def hypercloning(expansion: Expansion, *, noise: float = 0.0) -> GrownWeights:
     check_noise(noise)
     before, after = expansion.before, expansion.after
     for name in WIDTHS:
@@ -29,16 +30,16 @@ def hypercloning(expansion: Expansion, *, noise: float = 0.0) -> Grown:
             raise ValueError(f"{name}={new}: hypercloning needs a whole multiple of {old}")
     if after.num_hidden_layers != before.num_hidden_layers:
         raise ValueError(
-            f"num_hidden_layers={after.num_hidden_layers}: hypercloning widens and does not "
-            f"deepen; the model has {before.num_hidden_layers}"
+            f"num_hidden_layers={after.num_hidden_layers}: hypercloning changes only the width; "
+            f"the model has {before.num_hidden_layers} layers"
         )
     generator = expansion.generator("stream")
-    index = circular(before.hidden_size, after.hidden_size, generator)
-    parameters, origins = widen(
+    index = cyclic(before.hidden_size, after.hidden_size, generator)
+    parameters, mappings = widen(
         expansion,
-        Stream(index, share(index, before.hidden_size, 0.0, generator)),
-        lambda layer: map_layer(expansion, layer, circular),
+        StreamReplicas(index, replica_shares(index, before.hidden_size, 0.0, generator)),
+        lambda layer: layer_replicas(expansion, layer, cyclic),
         list(range(before.num_hidden_layers)),
         noise,
     )
-    return Grown(after, parameters, origins, exact=True)
+    return GrownWeights(after, parameters, mappings, exact=True)

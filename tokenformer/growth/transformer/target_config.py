@@ -1,7 +1,7 @@
-"""What a Transformer is to become: sizes that are asked for, and what follows from them.
+"""The configuration to grow a Transformer to: the requested sizes, and the others in proportion.
 
-The size of a head stays, so that positions and scores mean what they did; a wider model has more
-heads.
+The head size does not change, so that rotary positions and scores stay the same. A wider model has
+more heads.
 """
 
 from collections.abc import Mapping
@@ -29,23 +29,23 @@ FIXED = (
     "mlp",
     "tie_word_embeddings",
 )
-"""What growth cannot change, and a configuration to grow to must agree on."""
+"""Options that growth cannot change."""
 
 
 def target_config(
     config: TransformerConfig, to: str | TransformerConfig | None, sizes: Mapping[str, int]
 ) -> TransformerConfig:
-    """`config` with the sizes of a preset, of another configuration, or those named."""
+    """Return `config` with the sizes of a preset, of another configuration, or as given."""
     if (to is None) == (not sizes):
         raise ValueError(f"give either a size to grow to or any of {', '.join(SIZES)}")
     if isinstance(to, str):
-        wanted = sizes_of(TransformerConfig.from_preset(to, mlp=config.mlp))
+        wanted = config_sizes(TransformerConfig.from_preset(to, mlp=config.mlp))
         wanted["num_key_value_heads"] = key_value_heads(config, wanted["num_attention_heads"])
     elif to is not None:
-        check_same(config, to)
-        wanted = sizes_of(to)
+        check_fixed_options(config, to)
+        wanted = config_sizes(to)
     else:
-        wanted = completed(config, sizes)
+        wanted = complete_sizes(config, sizes)
     for name, size in wanted.items():
         if size < getattr(config, name):
             raise ValueError(
@@ -57,14 +57,13 @@ def target_config(
     return after
 
 
-def sizes_of(config: TransformerConfig) -> dict[str, int]:
+def config_sizes(config: TransformerConfig) -> dict[str, int]:
     return {name: getattr(config, name) for name in SIZES}
 
 
-def completed(config: TransformerConfig, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes that are not given: heads by the width or the width by the heads, the rest in
-    proportion."""
-    wanted = {**sizes_of(config), **sizes}
+def complete_sizes(config: TransformerConfig, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return all sizes: heads follow the width or the width the heads, the rest in proportion."""
+    wanted = {**config_sizes(config), **sizes}
     if "hidden_size" not in sizes:
         wanted["hidden_size"] = wanted["num_attention_heads"] * config.head_dim
     elif "num_attention_heads" not in sizes:
@@ -81,25 +80,25 @@ def completed(config: TransformerConfig, sizes: Mapping[str, int]) -> dict[str, 
         units, rest = divmod(config.intermediate_size * wanted["hidden_size"], config.hidden_size)
         if rest:
             raise ValueError(
-                f"hidden_size={wanted['hidden_size']} gives no whole intermediate_size in "
-                "proportion; give intermediate_size too"
+                f"hidden_size={wanted['hidden_size']}: intermediate_size in proportion is not an "
+                "integer; give intermediate_size too"
             )
         wanted["intermediate_size"] = units
     return wanted
 
 
 def key_value_heads(config: TransformerConfig, heads: int) -> int:
-    """As many query heads to each as there were."""
+    """Return the number of key-value heads that keeps the group size."""
     group = config.num_attention_heads // config.num_key_value_heads
     if heads % group:
         raise ValueError(
-            f"num_attention_heads={heads} must be a multiple of {group}, the query heads of one "
+            f"num_attention_heads={heads} must be a multiple of {group}, the query heads per "
             "key-value head; or give num_key_value_heads too"
         )
     return heads // group
 
 
-def check_same(config: TransformerConfig, to: Any) -> None:
+def check_fixed_options(config: TransformerConfig, to: Any) -> None:
     if not isinstance(to, TransformerConfig):
         raise ValueError(f"a Transformer grows to a TransformerConfig, not a {type(to).__name__}")
     learned = ("max_position_embeddings",) if config.positions == "learned" else ()
@@ -113,12 +112,12 @@ def check_heads(config: TransformerConfig, after: TransformerConfig) -> None:
     if after.head_dim != config.head_dim:
         raise ValueError(
             f"hidden_size={after.hidden_size} over num_attention_heads="
-            f"{after.num_attention_heads} makes heads of {after.head_dim} channels; growth keeps "
-            f"the model's {config.head_dim}"
+            f"{after.num_attention_heads} gives a head size of {after.head_dim}; growth keeps the "
+            f"model's {config.head_dim}"
         )
     groups = [c.num_attention_heads // c.num_key_value_heads for c in (config, after)]
     if groups[1] < groups[0]:
         raise ValueError(
-            f"num_key_value_heads={after.num_key_value_heads} leaves {groups[1]} query heads to "
-            f"each; growth keeps at least the model's {groups[0]}"
+            f"num_key_value_heads={after.num_key_value_heads} leaves {groups[1]} query heads per "
+            f"key-value head; growth keeps at least the model's {groups[0]}"
         )

@@ -1,19 +1,19 @@
-"""Widening a Transformer by replicas: what Net2Net, bert2BERT, HyperCloning and LEMON share.
+"""Widening a Transformer by replicas: shared by Net2Net, bert2BERT, HyperCloning and LEMON.
 
-Along each axis a new unit is a copy of an old one, and the replicas of a unit share among them what
-it gave to the next layer. Three axes are enough to say where every weight of the larger model comes
-from: the channels of the residual stream, one map for the whole model; the heads, always whole, and
-the hidden units of the feed-forward network, a map per layer.
+Each new unit copies an old one, and the replicas of a unit share its output to the next layer.
+Three kinds of units determine every weight of the larger model: the channels of the residual
+stream, with one mapping for the whole model; whole heads and the hidden units of the feed-forward
+network, with a mapping per layer.
 
     a matrix that reads the stream (q, k, v, up, gate, an untied head)   columns shared
     a matrix that writes to it (o, down)                                 rows copied, columns shared
     embeddings, learned positions                                        columns copied
     norms                                                                copied
 
-A tied embedding cannot be copied and shared at once: there the final norm carries the shares.
+A tied embedding cannot be both copied and shared, so the final norm is multiplied by the shares.
 
-A layer norm over the wider stream gives `gain` times what it gave, channel by channel: 1 where
-every channel is replicated equally often, and then growth is exact. Else see `lemon.py`.
+A norm over the wider stream outputs `gain` times the old output. The gain is 1, and growth exact,
+if every channel has the same number of replicas. Otherwise see `lemon.py`.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokenformer.growth.origin import NEW, Origin
-from tokenformer.growth.transformer.expansion import Expansion, in_layer, place_of
+from tokenformer.growth.parameter_mapping import NEW, ParameterMapping
+from tokenformer.growth.transformer.expansion import Expansion, full_name, split_name
 from tokenformer.models.configuration import TransformerConfig
 
 EMBEDDINGS = ("model.embed_tokens", "model.positions")
@@ -31,67 +31,71 @@ READERS = {"q": "heads", "k": "key_values", "v": "key_values", "up": "units", "g
 WRITERS = {"o": "heads", "down": "units"}
 FINAL_NORM, HEAD = "model.norm", "lm_head"
 
-Choose = Callable[[int, int, torch.Generator], Tensor]
-"""(before, after, generator) -> which old unit each new one copies, the first in their places."""
+ChooseUnits = Callable[[int, int, torch.Generator], Tensor]
+"""(before, after, generator) -> the old unit each new one copies; the first are the old units."""
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Which old unit each new one copies, and its share of what the old one gave."""
+    """The old unit each new one copies, and its share of the old unit's output."""
 
     index: Tensor
     shares: Tensor
-    """They sum to 1 over the replicas of a unit."""
+    """Sum to 1 over the replicas of a unit."""
 
     def channels(self, size: int) -> "Replicas":
-        """The same of units that have `size` channels each, as heads do."""
+        """Return the replicas of the channels of units with `size` channels each, such as heads."""
         index = self.index[:, None] * size + torch.arange(size)
         return Replicas(index.flatten(), self.shares.repeat_interleave(size))
 
 
 @dataclass(frozen=True)
-class Stream(Replicas):
-    """The residual stream's. A channel that is no copy, MEAN or NEW (zero), has no share."""
+class StreamReplicas(Replicas):
+    """Replicas of the channels of the residual stream. Padding channels (MEAN, or NEW for zero)
+    have no share."""
 
     gain: float = 1.0
-    """What a norm's output becomes, before its weight."""
+    """Factor on the output of a norm, before its weight."""
 
     @property
     def read(self) -> Tensor:
-        """Where the columns of a reader come from: no old one fits a channel that is no copy."""
+        """The index of a reader's columns: those of padding channels are new."""
         return self.index.clamp_min(NEW)
 
 
 @dataclass(frozen=True)
-class LayerMaps:
-    """Channels of the query heads and of the key-value heads, and units of the MLP."""
+class LayerReplicas:
+    """Replicas of one layer: channels of query heads and key-value heads, units of the MLP."""
 
     heads: Replicas
     key_values: Replicas
     units: Replicas
 
 
-def share(index: Tensor, before: int, unevenness: float, generator: torch.Generator) -> Tensor:
-    """What the replicas of a unit get: 1 over their number, or that times 1 +- `unevenness`."""
-    drawn = torch.rand(len(index), generator=generator, dtype=torch.float64)
-    shares = 1 + unevenness * (2 * drawn - 1)
+def replica_shares(
+    index: Tensor, before: int, unevenness: float, generator: torch.Generator
+) -> Tensor:
+    """Return the shares of the replicas: equal for `unevenness` 0, else in proportion to samples
+    from 1 +- `unevenness`."""
+    samples = torch.rand(len(index), generator=generator, dtype=torch.float64)
+    shares = 1 + unevenness * (2 * samples - 1)
     copies = index >= 0
     totals = torch.zeros(before, dtype=torch.float64)
     totals.index_add_(0, index[copies], shares[copies])
     return torch.where(copies, shares / totals[index.clamp_min(0)], 0.0)
 
 
-def map_layer(
-    expansion: Expansion, layer: int, choose: Choose, unevenness: float = 0.0
-) -> LayerMaps:
-    """Key-value heads are copied with the query heads that use them, each with all of them, so that
-    the gradient of a replica is its share of the old one's also where heads are grouped."""
+def layer_replicas(
+    expansion: Expansion, layer: int, choose: ChooseUnits, unevenness: float = 0.0
+) -> LayerReplicas:
+    """Return the replicas of one layer. A key-value head is copied together with all of its query
+    heads, so that a replica's gradient is its share of the old one with grouped heads too."""
     before, after = expansion.before, expansion.after
 
     def replicate(name: str, old: int, new: int) -> Replicas:
         generator = expansion.generator(f"{name} of layer {layer}")
         index = choose(old, new, generator)
-        return Replicas(index, share(index, old, unevenness, generator))
+        return Replicas(index, replica_shares(index, old, unevenness, generator))
 
     key_values = replicate("heads", before.num_key_value_heads, after.num_key_value_heads)
     index, shares = [], []
@@ -102,7 +106,7 @@ def map_layer(
         shares.append(key_values.shares[number] * within.shares)
     heads = Replicas(torch.cat(index), torch.cat(shares))
     size = before.head_dim
-    return LayerMaps(
+    return LayerReplicas(
         heads.channels(size),
         key_values.channels(size),
         replicate("units", before.intermediate_size, after.intermediate_size),
@@ -110,66 +114,70 @@ def map_layer(
 
 
 def group_size(config: TransformerConfig) -> int:
-    """Query heads of one key-value head."""
+    """Query heads per key-value head."""
     return config.num_attention_heads // config.num_key_value_heads
 
 
-def circular(before: int, after: int, generator: torch.Generator) -> Tensor:
-    """The old units over and over."""
+def cyclic(before: int, after: int, generator: torch.Generator) -> Tensor:
+    """Copy the old units in turn."""
     return torch.arange(after) % before
 
 
 def widen(
     expansion: Expansion,
-    stream: Stream,
-    maps: Callable[[int], LayerMaps],
+    stream: StreamReplicas,
+    maps: Callable[[int], LayerReplicas],
     layers: list[int | None],
     noise: float = 0.0,
-) -> tuple[dict[str, Tensor], dict[str, Origin]]:
-    """The parameters of the larger model and their origins.
+) -> tuple[dict[str, Tensor], dict[str, ParameterMapping]]:
+    """Return the parameters of the larger model and their mappings.
 
     Args:
-        maps: of each new layer.
-        layers: for each new layer the old one that it comes from; None for one that adds nothing
-            to the stream.
-        noise: standard deviation of what is added to the shared columns of each matrix, as a share
-            of its own; it sums to zero over replicas, so that it tells them apart and nothing more.
+        maps: returns the replicas of a new layer.
+        layers: the old layer of each new one; None for an identity layer.
+        noise: standard deviation of noise on the shared columns of each matrix, relative to the
+            matrix's RMS. It sums to zero over replicas, so the function does not change.
     """
-    check_head(expansion)
+    check_tied_head(expansion)
     layer_maps = [maps(layer) for layer in range(len(layers))]
     parameters: dict[str, Tensor] = {}
-    origins: dict[str, Origin] = {}
+    mappings: dict[str, ParameterMapping] = {}
     for name in expansion.names:
-        layer, place = place_of(name)
+        layer, place = split_name(name)
         source = None if layer is None else layers[layer]
         if layer is not None and source is None:
-            parameters[name], origins[name] = identity(expansion, name), Origin(None)
+            parameters[name], mappings[name] = (
+                identity_parameter(expansion, name),
+                ParameterMapping(None),
+            )
             continue
         module = place.rpartition(".")[0]
         tied = module == FINAL_NORM and expansion.before.tie_word_embeddings
-        origin = find_origin(
-            in_layer(source, place), stream, layer_maps[layer or 0], carries_shares=tied
+        mapping = map_parameter(
+            full_name(source, place), stream, layer_maps[layer or 0], carries_shares=tied
         )
-        # A channel of the stream that is no copy holds the mean or zero, and nothing drawn.
+        # Padding channels of the stream hold the mean or zero, so they are not initialized.
         writes = module in EMBEDDINGS or module.rpartition(".")[2] in WRITERS
-        made = expansion.placed(name, origin, draw=not writes)
-        if noise and isinstance(origin.scale, Tensor) and origin.columns is not None:
-            made = made + cancelling_noise(made, origin.columns, noise, expansion.generator(name))
-        parameters[name], origins[name] = made, origin
-    return parameters, origins
+        made = expansion.map_old(name, mapping, initialize=not writes)
+        if noise and isinstance(mapping.scale, Tensor) and mapping.columns is not None:
+            made = made + cancelling_noise(made, mapping.columns, noise, expansion.generator(name))
+        parameters[name], mappings[name] = made, mapping
+    return parameters, mappings
 
 
-def find_origin(name: str, stream: Stream, maps: LayerMaps, *, carries_shares: bool) -> Origin:
-    """Where a parameter comes from; `name` is the old one's."""
+def map_parameter(
+    name: str, stream: StreamReplicas, maps: LayerReplicas, *, carries_shares: bool
+) -> ParameterMapping:
+    """Return the mapping of a parameter; `name` is the old name."""
     module, _, kind = name.rpartition(".")
     last = module.rpartition(".")[2]
     if module in EMBEDDINGS:
-        return Origin(name, None, stream.index, gradient_scale=stream.shares)
+        return ParameterMapping(name, None, stream.index, gradient_scale=stream.shares)
     if module == HEAD:
-        return Origin(name, None, stream.read, stream.shares / stream.gain, stream.gain)
+        return ParameterMapping(name, None, stream.read, stream.shares / stream.gain, stream.gain)
     if last in READERS:
         units: Replicas = getattr(maps, READERS[last])
-        return Origin(
+        return ParameterMapping(
             name,
             units.index,
             stream.read,
@@ -178,53 +186,53 @@ def find_origin(name: str, stream: Stream, maps: LayerMaps, *, carries_shares: b
         )
     if last in WRITERS:
         units = getattr(maps, WRITERS[last])
-        return Origin(
+        return ParameterMapping(
             name, stream.index, units.index, units.shares, gradient_scale=stream.shares[:, None]
         )
-    # A norm: its weight multiplies what has the gain already, its bias has to get it.
+    # A norm: the gain is already in the input of its weight, but not in its bias.
     gain = 1.0 if kind == "weight" else stream.gain
     if carries_shares:
-        return Origin(
+        return ParameterMapping(
             name,
             stream.read,
             scale=stream.shares * gain / stream.gain,
             gradient_scale=stream.gain / gain,
         )
-    return Origin(name, stream.read, scale=gain, gradient_scale=stream.shares / gain)
+    return ParameterMapping(name, stream.read, scale=gain, gradient_scale=stream.shares / gain)
 
 
-def identity(expansion: Expansion, name: str) -> Tensor:
-    """A parameter of a layer that adds nothing to the stream, and can learn to."""
-    fresh = expansion.fresh(name)
+def identity_parameter(expansion: Expansion, name: str) -> Tensor:
+    """Return a parameter of an identity layer: zero if it writes to the stream."""
+    parameter = expansion.initialized(name)
     writes = name.split(".")[-2] in WRITERS
-    return torch.zeros_like(fresh) if writes else fresh
+    return torch.zeros_like(parameter) if writes else parameter
 
 
 def cancelling_noise(
     matrix: Tensor, columns: Tensor, noise: float, generator: torch.Generator
 ) -> Tensor:
-    """Noise that sums to zero over the replicas of every column."""
+    """Return noise that sums to zero over the replicas of every column."""
     columns = columns.to(matrix.device)
-    deviation = matrix.float().square().mean().sqrt()
-    drawn = torch.randn(matrix.shape, generator=generator).to(matrix) * (noise * deviation)
+    rms = matrix.float().square().mean().sqrt()
+    samples = torch.randn(matrix.shape, generator=generator).to(matrix) * (noise * rms)
     number = columns.bincount()
-    totals = matrix.new_zeros(len(matrix), len(number)).index_add_(1, columns, drawn)
-    return drawn - (totals / number)[:, columns]
+    totals = matrix.new_zeros(len(matrix), len(number)).index_add_(1, columns, samples)
+    return samples - (totals / number)[:, columns]
 
 
-def spread(before: int, after: int) -> list[int | None]:
-    """The old layers in their order, with new ones (None) evenly among them."""
-    homes = {layer * after // before: layer for layer in range(before)}
-    return [homes.get(place) for place in range(after)]
+def interleave(before: int, after: int) -> list[int | None]:
+    """Return the old layers in order, with new ones (None) evenly between them."""
+    old_layer_at = {layer * after // before: layer for layer in range(before)}
+    return [old_layer_at.get(position) for position in range(after)]
 
 
-def check_head(expansion: Expansion) -> None:
+def check_tied_head(expansion: Expansion) -> None:
     config = expansion.before
     carried = "weight" in config.final_norm_parameters.split("_")
     if expansion.widens and config.tie_word_embeddings and not carried:
         raise ValueError(
-            f"final_norm_parameters={config.final_norm_parameters!r}: to widen a model with tied "
-            "embeddings the final norm needs a weight, which carries what cannot be divided in them"
+            f"final_norm_parameters={config.final_norm_parameters!r}: widening a model with tied "
+            "embeddings needs a final norm with a weight"
         )
 
 

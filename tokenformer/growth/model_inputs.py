@@ -1,18 +1,20 @@
-"""What a model takes, token ids or images: drawn for a probe, or checked where it is data."""
+"""Inputs of a model, token ids or images: random ones for probes, and checks of given ones."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
 
 SEQUENCES, LENGTH = 2, 64
 IMAGES = 4
 
-KINDS = {"input_ids": "token ids [B, T]", "pixel_values": "images [B, C, H, W]"}
-"""By the name of a model's main input."""
+INPUT_KINDS = {"input_ids": "token ids [B, T]", "pixel_values": "images [B, C, H, W]"}
+"""By the model's `main_input_name`."""
 
 
-def random_batch(model: Any, seed: int) -> Tensor:
+def random_batch(model: PreTrainedModel, seed: int) -> Tensor:
+    """Return random token ids or images that fit the model."""
     config = model.config
     generator = torch.Generator().manual_seed(seed)
     if model.main_input_name == "pixel_values":
@@ -23,13 +25,14 @@ def random_batch(model: Any, seed: int) -> Tensor:
     return tokens.to(model.device)
 
 
-def run(model: Any, batch: Tensor) -> Any:
-    """The output of a model, with or without its head, on a batch of what it takes."""
+def run_model(model: PreTrainedModel, batch: Tensor) -> Any:
+    """Return the output of a model, with or without its head, on a batch of its main input."""
     options = {} if model.main_input_name == "pixel_values" else {"use_cache": False}
     return model(**{model.main_input_name: batch}, **options)
 
 
-def check_batch(model: Any, batch: Any) -> None:
+def check_batch(model: PreTrainedModel, batch: Any) -> None:
+    """Raise ValueError unless `batch` has the rank and dtype of the model's main input."""
     images = model.main_input_name == "pixel_values"
     if (
         not isinstance(batch, Tensor)
@@ -37,4 +40,4 @@ def check_batch(model: Any, batch: Any) -> None:
         or batch.is_floating_point() != images
     ):
         given = tuple(batch.shape) if isinstance(batch, Tensor) else type(batch).__name__
-        raise ValueError(f"batches must be of {KINDS[model.main_input_name]}, got {given}")
+        raise ValueError(f"batches must be {INPUT_KINDS[model.main_input_name]}, got {given}")

@@ -1,0 +1,243 @@
+"""Growing a TokenFormer by adding parameter tokens.
+
+    grown, report = tokenformer.grow(model, to="354m", init="zero")
+
+| init         | new keys                   | new values         | new scale     | output  |
+|--------------|----------------------------|--------------------|---------------|---------|
+| `zero`       | zero                       | random             | s             | exact   |
+| `random`     | random                     | random             | the new count | changes |
+| `zero_value` | random, Gram matrix of the | zero               | s n'/n        | exact   |
+|              | old keys                   |                    |               |         |
+| `clone`      | k copies of the old, the   | old / k plus noise | k s           | exact   |
+|              | remainder zero             |                    |               |         |
+
+n and n' are the old and new token counts, s is the old scale.
+
+`zero`: a zero key scores zero on every input, adds nothing to the norm and gets the weight gelu(0)
+= 0. `clone`: k copies multiply the norm by sqrt(k), which the scale k s cancels, and each copy gets
+1/k of the value. Noise on the copies' values that sums to zero breaks the symmetry. `zero_value`: m
+new keys with the Gram matrix m/n K^T K multiply every norm by sqrt(n'/n), which the scale s n'/n
+cancels. This is exact for `l2_gelu` if there are at least as many new tokens as the rank of the old
+keys, and approximate otherwise.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenformer.growth.growth_report import GrowthReport
+from tokenformer.growth.model_from_tensors import ModelT
+from tokenformer.growth.parameter_mapping import NEW, extended_index
+from tokenformer.growth.tokens.rewrite import TokenRewrite
+from tokenformer.growth.tokens.token_counts import (
+    Place,
+    TokenCounts,
+    config_with_tokens,
+    target_token_counts,
+    token_counts,
+)
+from tokenformer.growth.tokens.token_set import Replacement, TokenSet, token_layers
+from tokenformer.models.backbone import BlockPreTrainedModel
+from tokenformer.models.configuration import TokenConfig, Tokens
+from tokenformer.models.seeds import named_seed
+
+SCALE_POLICIES = ("frozen", "current", "anneal", "learned")
+RANK_TOLERANCE = 1e-13
+"""Eigenvalues of K^T K below this fraction of the largest count as zero (float64)."""
+CLONE_NOISE = 0.1
+"""Standard deviation of the noise on the copies' values, relative to the values' RMS."""
+
+
+def grow_tokens(
+    model: ModelT,
+    to: str | TokenConfig | None = None,
+    *,
+    init: str = "zero",
+    scale: str | None = None,
+    seed: int = 0,
+    old_rate: float | None = None,
+    **tokens: Tokens,
+) -> tuple[ModelT, GrowthReport]:
+    """Return a larger copy of `model`, and a report.
+
+    Args:
+        model: a TokenFormer; it is not changed.
+        to: a preset of the same width and depth, or a configuration.
+        init: `zero`, `random`, `zero_value` or `clone`; see the table above.
+        scale: `frozen` uses the scale of the table; `current` the new token count; `anneal` moves
+            from the first to the second during training (`train.scale_anneal`); `learned` starts at
+            the first and is trained. The default is `current` for `random`, else `frozen`.
+        seed: seed of the random initialization.
+        old_rate: factor on the learning rate of the existing tokens; 0 freezes them. By default
+            their rate does not change.
+        **tokens: instead of `to`, any of qkv_tokens, output_tokens, ffn_tokens, q_tokens, k_tokens
+            and v_tokens: an int, or one per layer.
+    """
+    if not isinstance(model.config, TokenConfig):
+        raise TypeError(f"only a TokenFormer grows by tokens, not a {type(model).__name__}")
+    sizes = target_token_counts(model.config, to, tokens)
+    growth = TokenGrowth(
+        type(model), model.config, sizes, init=init, scale=scale, seed=seed, old_rate=old_rate
+    )
+    return growth.apply(model, **growth.report_fields)
+
+
+class TokenGrowth(TokenRewrite):
+    """A `TokenRewrite` that adds tokens to every layer."""
+
+    def __init__(
+        self,
+        model_class: type[BlockPreTrainedModel],
+        config: TokenConfig,
+        sizes: TokenCounts,
+        *,
+        init: str,
+        scale: str | None,
+        seed: int,
+        old_rate: float | None = None,
+    ) -> None:
+        check_options(config, sizes, init, scale)
+        if init == "clone" and (old_rate == 0 or has_frozen_tokens(config)):
+            raise ValueError("some tokens are frozen: cloning would change them; use init='zero'")
+        self.scale_policy = scale or ("current" if init == "random" else "frozen")
+        self.init, self.target = init, sizes
+        with torch.device("meta"):
+            self.larger = model_class(config_with_tokens(config, sizes))
+        super().__init__(
+            token_layers(self.larger),
+            config,
+            self.grow_layer,
+            learned_scale=config.learned_scale or self.scale_policy == "learned",
+            old_rate=old_rate,
+            seed=seed,
+        )
+
+    @property
+    def report_fields(self) -> dict[str, Any]:
+        """Arguments of `report`."""
+        return {"method": "tokens", "init": self.init, "scale": self.scale_policy}
+
+    def grow_layer(self, layer: str, place: Place, before: TokenSet) -> Replacement:
+        size, (_, module) = self.target[place], self.layers[layer]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(named_seed(self.seed, layer))
+            new = INITIALIZERS[self.init](
+                before, size, InitStd(*self.larger.token_deviations(module))
+            )
+        if self.scale_policy == "current":
+            tokens = TokenSet(new.tokens.keys, new.tokens.values, float(size))
+            return Replacement(tokens, new.rows, new.value_scale)
+        return new
+
+
+@dataclass(frozen=True)
+class InitStd:
+    """Standard deviations that initialize the keys and values of a layer of the larger size."""
+
+    keys: float
+    values: float
+
+
+def grow_zero(before: TokenSet, size: int, std: InitStd) -> Replacement:
+    keys, values = pad_rows(before.keys, size), pad_rows(before.values, size)
+    fill_normal(values[before.size :], std.values)
+    return Replacement(TokenSet(keys, values, before.scale), extended_index(before.size, size))
+
+
+def grow_random(before: TokenSet, size: int, std: InitStd) -> Replacement:
+    new = grow_zero(before, size, std)
+    fill_normal(new.tokens.keys[before.size :], std.keys)
+    return new
+
+
+def grow_zero_value(before: TokenSet, size: int, std: InitStd) -> Replacement:
+    keys, values = pad_rows(before.keys, size), pad_rows(before.values, size)
+    fill_spanning(keys[before.size :], before.keys)
+    scale = before.scale * size / before.size
+    return Replacement(TokenSet(keys, values, scale), extended_index(before.size, size))
+
+
+def grow_clone(before: TokenSet, size: int, std: InitStd) -> Replacement:
+    number, rest = divmod(size, before.size)
+    shares = (before.values / number).repeat(number, 1, 1)  # [k, n, d_out]
+    if number > 1:
+        noise = torch.randn(shares.shape) * (CLONE_NOISE * rms(shares).cpu())
+        shares += noise.to(shares)
+        shares[-1] = before.values - shares[:-1].sum(0)  # so that rounding cancels too
+    keys = before.keys.repeat(number, 1)
+    copied = TokenSet(keys, shares.flatten(0, 1), number * before.scale)
+    rows = torch.arange(before.size).repeat(number)
+    if not rest:
+        return Replacement(copied, rows, value_scale=1 / number)
+    after = grow_zero(copied, size, std).tokens
+    rows = torch.cat([rows, torch.full((rest,), NEW)])
+    return Replacement(after, rows, value_scale=1 / number)
+
+
+def pad_rows(old: Tensor, size: int) -> Tensor:
+    """Return the old rows followed by zero rows, `size` in all. The old rows are copied once, so
+    growing a large model runs at memory bandwidth."""
+    new = old.new_zeros(size, old.shape[1])
+    new[: old.shape[0]] = old
+    return new
+
+
+def fill_normal(rows: Tensor, std: float) -> None:
+    """Fill with normal samples that are the same on every device and in every dtype."""
+    in_place = rows.device.type == "cpu" and rows.dtype == torch.float32
+    samples = rows.normal_() if in_place else torch.randn(rows.shape)
+    rows.copy_(samples.mul_(std))
+
+
+def fill_spanning(rows: Tensor, old: Tensor) -> None:
+    """Fill with m random keys R whose Gram matrix is m/n times that of the n old keys K, so that
+    ||R x||^2 / m = ||K x||^2 / n for every x. With too few new keys, use normal keys of the same
+    RMS."""
+    count, wide = rows.shape[0], old.double().cpu()
+    squares, directions = torch.linalg.eigh(wide.T @ wide)  # [d], [d, d]
+    spanned = squares > RANK_TOLERANCE * squares[-1]
+    if count < spanned.sum():
+        fill_normal(rows, rms(old).item())
+        return
+    samples = torch.randn(count, int(spanned.sum()), dtype=torch.float64)
+    orthonormal = torch.linalg.qr(samples).Q  # [m, r]
+    root = squares[spanned].sqrt()[:, None] * directions.T[spanned]  # [r, d], Gram matrix of K
+    rows.copy_((count / old.shape[0]) ** 0.5 * orthonormal @ root)
+
+
+def rms(tensor: Tensor) -> Tensor:
+    return tensor.float().square().mean().sqrt()
+
+
+INITIALIZERS: dict[str, Callable[[TokenSet, int, InitStd], Replacement]] = {
+    "zero": grow_zero,
+    "random": grow_random,
+    "zero_value": grow_zero_value,
+    "clone": grow_clone,
+}
+
+
+def check_options(config: TokenConfig, sizes: TokenCounts, init: str, scale: str | None) -> None:
+    if init not in INITIALIZERS:
+        raise ValueError(f"init={init!r} is unknown; choose one of {', '.join(INITIALIZERS)}")
+    if scale is not None and scale not in SCALE_POLICIES:
+        raise ValueError(f"scale={scale!r} is unknown; choose one of {', '.join(SCALE_POLICIES)}")
+    if config.learned_scale and scale not in (None, "learned"):
+        raise ValueError(
+            f"scale={scale!r}: this model's scales are learned; leave scale out, or use 'learned'"
+        )
+    if config.theta == "softmax":
+        before = token_counts(config)
+        whole = all(size % before[place] == 0 for place, size in sizes.items())
+        if init == "zero" or (init == "clone" and not whole):
+            raise ValueError(
+                "with softmax a token with a zero key still has weight, so adding it changes the "
+                "output; use init='clone' with a whole multiple of the tokens, or init='random'"
+            )
+
+
+def has_frozen_tokens(config: TokenConfig) -> bool:
+    return any(0 in (config.row_rates(*place) or []) for place in token_counts(config))
