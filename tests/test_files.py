@@ -1,137 +1,85 @@
-"""Local paths and hub names, told apart before anything is loaded."""
+"""Atomic writes, temporary folders, locks and the cache folder."""
 
-import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import os
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tokenformer.paths import NameNotFoundError, check_hub, closest_path, is_local, missing_message
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("runs/text/model", "runs/digits", "recipes"):
-        (tmp_path / name).mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize(
-    "name",
-    ["runs/txt", "runs/text", "./x", "../x", "~/x", "/x", "a/b/c", "runs", "x/", "", "~nobody/x"],
+from tokenformer.errors import InputError
+from tokenformer.files import (
+    cache_folder,
+    finish_folder,
+    lock_folder,
+    new_folder,
+    remove_folder,
+    start_folder,
+    write_atomic,
 )
-def test_a_name_that_can_only_be_a_path_is_local(name):
-    assert is_local(name)
+from tokenformer.models.checksums import read_verified, remember
 
 
-@pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("name", ["gpt2", "EleutherAI/pythia-160m", "run", "x" * 999])
-def test_a_hub_name_is_not_local(name):
-    assert not is_local(name)
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.usefixtures("folder")
-def test_the_nearest_existing_path_is_named():
-    assert missing_message("runs/txt") == "no runs/txt; did you mean runs/text?"
-    assert missing_message("runs/txt/model") == "no runs/txt/model; did you mean runs/text/model?"
-    assert missing_message("run/text") == "no run/text; did you mean runs/text?"
-    assert missing_message("runs/zzz") == "no runs/zzz"
-    assert closest_path(Path("runs/txt/nothing")) is None
-    assert closest_path(Path("runs/text/model/config.json")) is None
-    Path("typo.yaml").touch()
-    assert closest_path(Path("nofile.yaml")) is None, "a suffix in common is not enough"
-    assert closest_path(Path("tipo.yaml")) == Path("typo.yaml")
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "state.json"
+    write_atomic(path, "old")
+
+    def full(handle: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["state.json"]
 
 
-class Hub(ThreadingHTTPServer):
-    """What the hub answers, by the model's name; and what it was asked."""
-
-    answers: dict[str, int]
-    asked: list[str]
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Hub
-
-    def do_GET(self) -> None:
-        _, _, kind, name = (*self.path.split("/", 3), "")[:4]
-        if kind in ("models", "datasets"):  # the client asks for other things of its own accord
-            self.server.asked.append(self.path)
-        self.send_response(self.server.answers.get(name, 404))
-        if name not in self.server.answers:
-            self.send_header("X-Error-Code", "RepoNotFound")
-        body = json.dumps({"id": name, "siblings": [], "tags": []}).encode()
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args: Any) -> None:
-        """Nothing on stderr."""
+def test_a_folder_replaces_an_older_one_and_leaves_no_temporary_ones(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    for text in ("old", "new"):
+        unfinished = start_folder(path, siblings="model")
+        (unfinished / "file").write_text(text)
+        finish_folder(unfinished, path)
+    assert (path / "file").read_text() == "new"
+    assert names(tmp_path) == ["model"]
+    killed = start_folder(path, siblings="model")
+    assert killed.exists()
+    start_folder(path, siblings="model").rmdir()
+    assert names(tmp_path) == ["model"], "leftovers are deleted"
+    remove_folder(path)
+    assert names(tmp_path) == []
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    from huggingface_hub import constants
-
-    server = Hub(("127.0.0.1", 0), Handler)
-    server.answers, server.asked = {}, []
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    check_hub.cache_clear()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join(timeout=60)
+def test_a_block_that_fails_leaves_no_folder(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    with pytest.raises(FileNotFoundError), new_folder("--out", path) as unfinished:
+        (unfinished / "missing" / "file").write_text("fails")
+    assert names(tmp_path) == []
+    with new_folder("--out", path) as unfinished:
+        (unfinished / "file").write_text("whole")
+    assert names(path) == ["file"]
+    with pytest.raises(InputError, match="is in use"), new_folder("--out", path):
+        pass
 
 
-def test_the_hub_is_asked_once(hub: Hub, tmp_path: Path) -> None:
-    hub.answers = {"owner/known": 200, "owner/broken": 503}
-    check_hub("owner/known")
-    check_hub("owner/known")
-    assert hub.asked == ["/api/models/owner/known"]
-    for name, reason in (
-        ("owner/unknown", "neither a folder here nor a model on the hub (not found;"),
-        ("owner/broken", "(it answered with status 503)"),
-        ("owner/not valid", "(not a valid name there)"),
-    ):
-        with pytest.raises(NameNotFoundError) as error:
-            check_hub(name)
-        assert reason in str(error.value)
-        assert "\n" not in str(error.value)
-    assert len(hub.asked) == 3
-    with pytest.raises(NameNotFoundError, match="nor a dataset on the hub"):
-        check_hub("owner/unknown", "dataset")
-    (tmp_path / "cache" / "models--owner--cached" / "snapshots").mkdir(parents=True)
-    check_hub("owner/cached")
-    assert hub.asked[3:] == ["/api/datasets/owner/unknown"]
-
-
-@pytest.mark.usefixtures("folder")
-def test_a_hub_that_cannot_be_reached_is_one_short_line(hub: Hub) -> None:
-    hub.shutdown()
-    hub.server_close()
-    with pytest.raises(NameNotFoundError) as error:
-        check_hub("run/text")
-    assert str(error.value) == (
-        "run/text is neither a folder here nor a model on the hub (could not connect); "
-        "did you mean runs/text?"
+def test_another_process_cannot_take_a_lock(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib; from tokenformer.files import lock_folder\n"
+        "with lock_folder(pathlib.Path(sys.argv[1])): pass"
     )
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    with lock_folder(tmp_path / "run"):
+        blocked = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "BlockingIOError" in blocked.stderr
+    assert subprocess.run(command, timeout=120).returncode == 0
 
 
 def test_without_a_home_there_is_no_cache(tmp_path: Path) -> None:
     """As in a container with a user id that has no entry in /etc/passwd."""
-    from tokenformer.files import cache_folder
-    from tokenformer.models.checksums import read_verified, remember
-
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("HOME", raising=False)
         patch.delenv("XDG_CACHE_HOME", raising=False)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import tokenformer
-from tests.models.test_vision import images, make
+from tests.support.classifiers import make_classifier, random_images
 
 Make = Callable[..., Any]
 
@@ -40,24 +40,24 @@ def language_model(make_model: Make, family: str) -> Any:
 
 
 def test_vision_export_with_a_dynamic_batch(family: str) -> None:
-    model = make(family).float()
+    model = make_classifier(family).float()
     shapes = {"pixel_values": {0: Dim("batch")}}
     with torch.no_grad():
         exported = torch.export.export(
-            model, (), {"pixel_values": images(count=2).float()}, dynamic_shapes=shapes
+            model, (), {"pixel_values": random_images(count=2).float()}, dynamic_shapes=shapes
         )
     for count in (1, 5):
-        batch = images(count=count).float()
+        batch = random_images(count=count).float()
         torch.testing.assert_close(
             exported.module()(pixel_values=batch).logits, model(batch).logits
         )
 
 
 def test_vision_trace_takes_another_batch(family: str) -> None:
-    model = make(family).float()
-    traced = torch.jit.trace(Logits(model), (images(count=2).float(),))
+    model = make_classifier(family).float()
+    traced = torch.jit.trace(Logits(model), (random_images(count=2).float(),))
     for count in (1, 5):
-        batch = images(count=count).float()
+        batch = random_images(count=count).float()
         torch.testing.assert_close(traced(batch), model(batch).logits)
 
 
@@ -85,14 +85,14 @@ def test_language_trace_takes_another_batch_and_length(language_model: Any) -> N
 def test_vision_onnx_with_a_dynamic_batch(family: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="torch.onnx.export needs onnxscript")
     runtime = pytest.importorskip("onnxruntime", reason="onnxruntime runs the exported file")
-    model = make(family).float()
+    model = make_classifier(family).float()
     shapes = ({0: Dim("batch")},)
-    program = torch.onnx.export(model, (images(count=2).float(),), dynamic_shapes=shapes)
+    program = torch.onnx.export(model, (random_images(count=2).float(),), dynamic_shapes=shapes)
     program.save(tmp_path / "model.onnx")
     session = runtime.InferenceSession(tmp_path / "model.onnx")
     name = session.get_inputs()[0].name
     for count in (1, 5):
-        batch = images(count=count).float()
+        batch = random_images(count=count).float()
         logits = torch.tensor(session.run(None, {name: batch.numpy()})[0])
         torch.testing.assert_close(logits, model(batch).logits.detach(), rtol=1e-4, atol=1e-4)
 

@@ -169,7 +169,7 @@ def test_with_the_import_the_stub_is_not_run(
         assert type(loaded) is type(model)
     main(["generate", str(folder), "--prompt", "a", "--max_new_tokens", "2"])
     main(["grow", str(folder), "--ffn_tokens", "50", "--out", str(tmp_path / "grown")])
-    assert "Kept in" in capsys.readouterr().out
+    assert "Saved to" in capsys.readouterr().out
     assert not ran.exists()
 
 

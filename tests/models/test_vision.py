@@ -20,6 +20,7 @@ from transformers import (
 )
 
 import tokenformer
+from tests.support.classifiers import make_classifier, random_images, vision_config_class
 from tokenformer.layers import PatchEmbedding
 from tokenformer.models.accounting import (
     count_parameters,
@@ -38,40 +39,9 @@ WITHOUT_FINAL_NORM = {
 }
 
 
-def config_class(family: str) -> Any:
-    return {
-        "tokenformer": tokenformer.TokenformerVisionConfig,
-        "transformer": tokenformer.TransformerVisionConfig,
-    }[family]
-
-
-def make(family: str, **options: Any) -> Any:
-    """A tiny classifier of 12 x 12 images, with weights large enough to move the logits."""
-    shape = {
-        "image_size": 12,
-        "patch_size": 4,
-        "num_channels": 2,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_classes": 5,
-    }
-    torch.manual_seed(0)
-    config = config_class(family)(**{**shape, **options})
-    model = MODEL_CLASSES[type(config)](config).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.5)
-    return model
-
-
-def images(size: int = 12, count: int = 3) -> torch.Tensor:
-    return torch.randn(count, 2, size, size, generator=torch.Generator().manual_seed(1)).double()
-
-
 @pytest.mark.parametrize(("family", "name"), WITHOUT_FINAL_NORM)
 def test_presets_have_the_published_sizes(family: str, name: str) -> None:
-    config = config_class(family).from_preset(name)
+    config = vision_config_class(family).from_preset(name)
     with torch.device("meta"):
         built = MODEL_CLASSES[type(config)](config).num_parameters()
     assert built == WITHOUT_FINAL_NORM[family, name] + 2 * config.hidden_size
@@ -86,16 +56,18 @@ def test_every_preset_is_checked():
 
 @pytest.mark.parametrize("pooling", ["class", "mean"])
 def test_counts_follow_the_options(family: str, pooling: str) -> None:
-    model = make(family, pooling=pooling, norm_parameters="bias", final_norm_parameters="weight")
+    model = make_classifier(
+        family, pooling=pooling, norm_parameters="bias", final_norm_parameters="weight"
+    )
     assert sum(count_parameters(model.config).values()) == model.num_parameters()
 
 
 def test_flops_agree_with_the_counter(family: str) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    model = make(family, attn_implementation="eager").float()
+    model = make_classifier(family, attn_implementation="eager").float()
     with FlopCounterMode(display=False) as counter:
-        model(images().float())
+        model(random_images().float())
     assert counter.get_total_flops() == 3 * sum(image_forward_flops(model.config).values())
     assert sum(image_training_flops(model.config).values()) == 3 * sum(
         image_forward_flops(model.config).values()
@@ -104,20 +76,20 @@ def test_flops_agree_with_the_counter(family: str) -> None:
 
 @pytest.mark.parametrize("pooling", ["class", "mean"])
 def test_the_head_classifies_what_is_pooled(family: str, pooling: str) -> None:
-    model = make(family, pooling=pooling)
-    features = model.forward_features(images())
+    model = make_classifier(family, pooling=pooling)
+    features = model.forward_features(random_images())
     assert features.shape == (3, 10 if pooling == "class" else 9, 16)
     pooled = features[:, 0] if pooling == "class" else features.mean(1)
     expected = pooled @ model.classifier.weight.T + model.classifier.bias
-    torch.testing.assert_close(model(images()).logits, expected)
+    torch.testing.assert_close(model(random_images()).logits, expected)
     torch.testing.assert_close(model.forward_head(features), expected)
 
 
 def test_every_patch_sees_every_other(family: str) -> None:
     """No causal mask: the last patch moves the first patch's features, and the reverse."""
-    model = make(family, pooling="mean")
+    model = make_classifier(family, pooling="mean")
     for changed, seen in ((8, 0), (0, 8)):
-        batch = images()
+        batch = random_images()
         row, column = divmod(changed, 3)
         before = model.forward_features(batch)[:, seen]
         batch[:, :, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4] += 1
@@ -126,7 +98,7 @@ def test_every_patch_sees_every_other(family: str) -> None:
 
 def test_positions_tell_patches_apart(family: str) -> None:
     """Swapping two patches moves the mean; without positions it would not."""
-    model, batch = make(family, pooling="mean"), images()
+    model, batch = make_classifier(family, pooling="mean"), random_images()
     swapped = batch.clone()
     swapped[..., 0:4, 0:4], swapped[..., 8:12, 8:12] = batch[..., 8:12, 8:12], batch[..., 0:4, 0:4]
     difference = (model(batch).logits - model(swapped).logits).abs().max()
@@ -137,7 +109,7 @@ def test_positions_tell_patches_apart(family: str) -> None:
 
 
 def test_other_image_sizes_get_interpolated_positions(family: str) -> None:
-    model = make(family)
+    model = make_classifier(family)
     embed = model.model.embed_patches
     with torch.no_grad():  # a table that is linear in the row, so that its stretching is known
         embed.positions[1:] = torch.arange(3.0).repeat_interleave(3)[:, None].double()
@@ -147,29 +119,29 @@ def test_other_image_sizes_get_interpolated_positions(family: str) -> None:
     assert (rows.diff(dim=0) > 0).all()
     torch.testing.assert_close(rows[:, 0], rows[:, 2])
     torch.testing.assert_close(rows.mean(), torch.tensor(1.0).double(), atol=1e-6, rtol=0)
-    assert model(images(24)).logits.shape == (3, 5)
+    assert model(random_images(24)).logits.shape == (3, 5)
     with pytest.raises(ValueError, match="13 x 13 cannot be cut into patches of 4 x 4"):
-        model(images(13))
+        model(random_images(13))
     with pytest.raises(ValueError, match=r"must be \[B, 2, H, W\]"):
         model(torch.zeros(1, 3, 12, 12).double())
 
 
 def test_labels_may_be_classes_or_distributions(family: str) -> None:
-    model = make(family, problem_type="single_label_classification")
+    model = make_classifier(family, problem_type="single_label_classification")
     classes = torch.tensor([0, 4, 2])
-    hard = model(images(), labels=classes).loss
-    soft = model(images(), labels=nn.functional.one_hot(classes, 5).float()).loss
+    hard = model(random_images(), labels=classes).loss
+    soft = model(random_images(), labels=nn.functional.one_hot(classes, 5).float()).loss
     torch.testing.assert_close(hard, soft)
-    logits = model(images()).logits.float()
+    logits = model(random_images()).logits.float()
     torch.testing.assert_close(hard, nn.functional.cross_entropy(logits, classes))
 
 
 def test_drop_path_acts_in_training_alone(family: str) -> None:
-    still, model = make(family), make(family, drop_path_rate=0.5)
+    still, model = make_classifier(family), make_classifier(family, drop_path_rate=0.5)
     model.load_state_dict(still.state_dict())
-    torch.testing.assert_close(model(images()).logits, still(images()).logits)
+    torch.testing.assert_close(model(random_images()).logits, still(random_images()).logits)
     model.train()
-    drawn = [model(images()).logits for _ in range(8)]
+    drawn = [model(random_images()).logits for _ in range(8)]
     assert len({round(float(logits.sum().detach()), 6) for logits in drawn}) > 1
     assert isinstance(model.model.layers[0].drop_path, nn.Identity)  # the rate rises from 0
     assert model.model.layers[1].drop_path.rate == 0.5
@@ -202,8 +174,8 @@ def test_options_are_checked():
 
 
 def test_hidden_states_attentions_and_checkpointing(family: str) -> None:
-    model = make(family, attn_implementation="eager")
-    found = model(images(), output_hidden_states=True, output_attentions=True)
+    model = make_classifier(family, attn_implementation="eager")
+    found = model(random_images(), output_hidden_states=True, output_attentions=True)
     assert len(found.hidden_states) == 3
     assert found.attentions[0].shape == (3, 2, 10, 10)
     torch.testing.assert_close(found.attentions[0].sum(-1), torch.ones(3, 2, 10).double())
@@ -214,7 +186,7 @@ def test_hidden_states_attentions_and_checkpointing(family: str) -> None:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
         model.zero_grad()
-        model(images(), labels=labels).loss.backward()
+        model(random_images(), labels=labels).loss.backward()
         gradients.append(model.model.embed_patches.project.weight.grad.clone())
     torch.testing.assert_close(*gradients)
 
@@ -224,7 +196,7 @@ def test_every_parameter_has_a_first_value(family: str) -> None:
     from tokenformer.train.parallel.meta_init import init_weights
 
     with torch.device("meta"):
-        model = MODEL_CLASSES[config_class(family)](make(family).config)
+        model = MODEL_CLASSES[vision_config_class(family)](make_classifier(family).config)
     init_weights(model, 0, torch.device("cpu"))
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert model.model.embed_patches.class_token.std().item() == pytest.approx(0.02, rel=0.6)
@@ -232,13 +204,15 @@ def test_every_parameter_has_a_first_value(family: str) -> None:
 
 
 def test_saved_and_loaded_by_the_auto_classes(family: str, tmp_path: Path) -> None:
-    model = make(family).float()
+    model = make_classifier(family).float()
     model.config.id2label = dict(enumerate("abcde"))
     model.save_pretrained(tmp_path)
     assert type(AutoConfig.from_pretrained(tmp_path)) is type(model.config)
     loaded = AutoModelForImageClassification.from_pretrained(tmp_path)
     assert type(loaded) is type(model)
-    torch.testing.assert_close(loaded(images().float()).logits, model(images().float()).logits)
+    torch.testing.assert_close(
+        loaded(random_images().float()).logits, model(random_images().float()).logits
+    )
     assert type(AutoModel.from_pretrained(tmp_path)) is type(model.model)
     smaller = AutoModelForImageClassification.from_pretrained(
         tmp_path, num_labels=3, ignore_mismatched_sizes=True
@@ -247,7 +221,7 @@ def test_saved_and_loaded_by_the_auto_classes(family: str, tmp_path: Path) -> No
 
 
 def test_pipeline_and_image_processor(tmp_path: Path) -> None:
-    model = make("tokenformer", num_channels=1).float()
+    model = make_classifier("tokenformer", num_channels=1).float()
     model.save_pretrained(tmp_path)
     tokenformer.TokenformerImageProcessor.for_size(12, 1).save_pretrained(tmp_path)
     processor = AutoImageProcessor.from_pretrained(tmp_path)
@@ -263,14 +237,14 @@ def test_pipeline_and_image_processor(tmp_path: Path) -> None:
     assert sum(row["score"] for row in found) == pytest.approx(1, abs=1e-5)
 
 
-def test_the_processor_crops_the_centre():
+def test_the_processor_crops_the_center():
     processor = tokenformer.TokenformerImageProcessor.for_size(224, crop_share=0.875)
     picture = np.zeros((256, 256, 3), np.uint8)
     picture[16:240, 16:240] = 255
     pixels = processor(images=Image.fromarray(picture), return_tensors="pt")["pixel_values"]
     assert pixels.shape == (1, 3, 224, 224)
-    assert pixels.min() > 2  # white alone is left
-    with pytest.raises(ValueError, match="num_channels=2 is not 1"):
+    assert pixels.min() > 2  # only white is left
+    with pytest.raises(ValueError, match="num_channels=2 must be 1"):
         tokenformer.TokenformerImageProcessor.for_size(8, 2)
 
 
@@ -289,7 +263,7 @@ class Stripes(Dataset):
 
 def test_trainer_trains(family: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = config_class(family)(
+    config = vision_config_class(family)(
         image_size=8, patch_size=4, num_channels=1, hidden_size=16,
         num_hidden_layers=1, num_attention_heads=2, num_classes=2,
     )  # fmt: skip
@@ -315,8 +289,8 @@ def test_loss_follows_the_problem_type(family: str, problem: str) -> None:
     """The loss of transformers' ViT, and over accumulated batches that of one large batch."""
     from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
-    model, labels = make(family, problem_type=problem), PROBLEMS[problem]
-    batch = images(count=4)
+    model, labels = make_classifier(family, problem_type=problem), PROBLEMS[problem]
+    batch = random_images(count=4)
     logits = model(batch).logits.float()
     whole = model(batch, labels=labels).loss
     expected = ForSequenceClassificationLoss(labels, logits, model.config)
@@ -331,24 +305,24 @@ def test_loss_follows_the_problem_type(family: str, problem: str) -> None:
 
 def test_problem_type_is_inferred_as_vit_does(family: str, tmp_path: Path) -> None:
     for problem in ("single_label_classification", "multi_label_classification"):
-        model = make(family)
-        model(images(count=4), labels=PROBLEMS[problem])
+        model = make_classifier(family)
+        model(random_images(count=4), labels=PROBLEMS[problem])
         assert model.config.problem_type == problem
-    one = make(family, num_classes=1)
-    loss = one(images(), labels=torch.tensor([0.5, -1.0, 2.0])).loss
+    one = make_classifier(family, num_classes=1)
+    loss = one(random_images(), labels=torch.tensor([0.5, -1.0, 2.0])).loss
     assert one.config.problem_type == "regression"
-    errors = one(images()).logits.squeeze(1).float() - torch.tensor([0.5, -1.0, 2.0])
+    errors = one(random_images()).logits.squeeze(1).float() - torch.tensor([0.5, -1.0, 2.0])
     torch.testing.assert_close(loss, errors.square().mean())
     with pytest.raises(ValueError, match="problem_type='multi_label' is unknown; choose one of"):
-        make(family, problem_type="multi_label")
+        make_classifier(family, problem_type="multi_label")
 
 
 def test_input_embeddings_are_the_patches(family: str) -> None:
-    model = make(family)
+    model = make_classifier(family)
     embed = model.model.embed_patches
     assert model.get_input_embeddings() is model.model.get_input_embeddings() is embed
     model.enable_input_require_grads()
-    assert model.get_input_embeddings()(images()).requires_grad
+    assert model.get_input_embeddings()(random_images()).requires_grad
     other = PatchEmbedding(12, 4, 2, 16).double()
     model.set_input_embeddings(other)
     assert model.model.embed_patches is other

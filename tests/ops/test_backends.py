@@ -1,4 +1,4 @@
-"""Every backend against the reference: values and gradients, where it could go wrong."""
+"""Every backend against the reference: values and gradients."""
 
 import itertools
 
@@ -9,6 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.backends import (
+    assert_as_accurate,
+    assert_close,
+    output_and_gradients,
+    random_inputs,
+)
 from tokenformer.ops import BACKENDS, THETAS, pattention
 from tokenformer.ops.backends import auto, derivatives, direct, saved_bytes, single_row, streamed
 from tokenformer.ops.backends.autograd import KERNELS
@@ -30,47 +36,6 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(single_row, "LEAST_BYTES", 0)
 
 
-def draw(
-    *shapes: tuple[int, ...],
-    dtype: torch.dtype = torch.float64,
-    seed: int = 0,
-    device: str = "cpu",
-) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    return [tensor.to(device, dtype).requires_grad_() for tensor in drawn]
-
-
-def all_of(backend: str, inputs: list[Tensor], **options: object) -> list[Tensor]:
-    """The output, and the gradients of the inputs (and of the scale, if it is a tensor)."""
-    out = pattention(*inputs, backend=backend, **options)
-    scale = options.get("scale_tokens")
-    wanted = [*inputs, scale] if isinstance(scale, Tensor) else inputs
-    grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device)
-    return [out, *torch.autograd.grad(out, wanted, grad.reshape(out.shape))]
-
-
-def assert_alike(found: list[Tensor], wanted: list[Tensor], tolerance: float) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        assert one.dtype == other.dtype
-        assert one.shape == other.shape
-        largest = other.abs().max().item() if other.numel() else 0.0
-        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * (largest + 1e-3))
-
-
-def assert_as_near(backend: str, inputs: list[Tensor], **options: object) -> None:
-    """As near to the truth as the reference is, or within a few roundings of the largest entry."""
-    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    truth = all_of("reference", exact, **options)
-    wanted = all_of("reference", inputs, **options)
-    found = all_of(backend, inputs, **options)
-    for one, other, true in zip(found, wanted, truth, strict=True):
-        assert one.dtype == inputs[0].dtype
-        error, usual = ((tensor.double() - true).abs().max() for tensor in (one, other))
-        rounding = torch.finfo(one.dtype).eps * true.abs().max()
-        assert error <= 2 * usual + 8 * rounding, (error, true.abs().max())
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     leading=st.lists(st.integers(0, 5), max_size=3),
@@ -85,11 +50,11 @@ def assert_as_near(backend: str, inputs: list[Tensor], **options: object) -> Non
     backend=st.sampled_from(FAST),
 )
 def test_odd_shapes(leading, d_in, n, d_out, seed, theta, approximate, scale, eps, backend):
-    inputs = draw((*leading, d_in), (n, d_in), (n, d_out), seed=seed)
+    inputs = random_inputs((*leading, d_in), (n, d_in), (n, d_out), seed=seed)
     options = {"scale_tokens": scale, "theta": theta, "approximate": approximate, "eps": eps}
-    wanted = all_of("reference", inputs, **options)
+    wanted = output_and_gradients("reference", inputs, **options)
     # One score of l1_gelu near zero has a gradient that jumps; a sum of few may cancel.
-    assert_alike(all_of(backend, inputs, **options), wanted, 1e-9)
+    assert_close(output_and_gradients(backend, inputs, **options), wanted, 1e-9)
 
 
 @backends
@@ -97,58 +62,62 @@ def test_odd_shapes(leading, d_in, n, d_out, seed, theta, approximate, scale, ep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [3, 40])
 def test_dtypes(backend, theta, dtype, rows):
-    inputs = draw((rows, 16), (50, 16), (50, 8), dtype=dtype)
-    assert_as_near(backend, inputs, theta=theta)
+    inputs = random_inputs((rows, 16), (50, 16), (50, 8), dtype=dtype)
+    assert_as_accurate(backend, inputs, theta=theta)
 
 
 @backends
 @thetas
 def test_a_scale_that_is_learned(backend, theta):
-    inputs = draw((10, 6), (30, 6), (30, 5))
+    inputs = random_inputs((10, 6), (30, 6), (30, 5))
     scale = torch.tensor([11.0], dtype=torch.float64, requires_grad=True)
     options = {"theta": theta, "scale_tokens": scale, "eps": 1e-3}
-    assert_alike(all_of(backend, inputs, **options), all_of("reference", inputs, **options), 1e-11)
+    assert_close(
+        output_and_gradients(backend, inputs, **options),
+        output_and_gradients("reference", inputs, **options),
+        1e-11,
+    )
 
 
 @backends
 @thetas
 def test_zero_rows_and_zero_keys(backend, theta):
-    inputs = draw((12, 6), (30, 6), (30, 5), dtype=torch.float32)
+    inputs = random_inputs((12, 6), (30, 6), (30, 5), dtype=torch.float32)
     with torch.no_grad():
         inputs[0][3] = 0
         inputs[1][10:] = 0
-    found = all_of(backend, inputs, theta=theta)
+    found = output_and_gradients(backend, inputs, theta=theta)
     assert all(tensor.isfinite().all() for tensor in found)
-    assert_alike(found, all_of("reference", inputs, theta=theta), 2e-6)
+    assert_close(found, output_and_gradients("reference", inputs, theta=theta), 2e-6)
 
 
 @backends
 def test_strides_and_many_tokens(backend):
-    x, keys, values = draw((8, 3, 14), (6, 3000), (9, 3000))
+    x, keys, values = random_inputs((8, 3, 14), (6, 3000), (9, 3000))
     inputs = [x.transpose(0, 1)[..., ::2][..., :6], keys.T, values.T]
     wanted = pattention(*inputs, backend="reference")
-    assert_alike([pattention(*inputs, backend=backend)], [wanted], 1e-12)
+    assert_close([pattention(*inputs, backend=backend)], [wanted], 1e-12)
     grads = [
         torch.autograd.grad(pattention(*inputs, backend=name).sum(), (x, keys, values))
         for name in (backend, "reference")
     ]
-    assert_alike(list(grads[0]), list(grads[1]), 1e-11)
+    assert_close(list(grads[0]), list(grads[1]), 1e-11)
 
 
 @backends
 def test_softmax_of_large_scores(backend):
     """All scores of a row are near a thousand: what tells the tokens apart are the last digits."""
-    x, keys, values = draw((16, 12), (40, 12), (40, 8), dtype=torch.float32)
+    x, keys, values = random_inputs((16, 12), (40, 12), (40, 8), dtype=torch.float32)
     with torch.no_grad():
         keys += 1000 / 12
         x.abs_()
     inputs = [x, keys, values]
-    truth = all_of(
+    truth = output_and_gradients(
         "reference", [t.detach().double().requires_grad_() for t in inputs], theta="softmax"
     )
-    plain = all_of("reference", inputs, theta="softmax")
+    plain = output_and_gradients("reference", inputs, theta="softmax")
     for one, other, true in zip(
-        all_of(backend, inputs, theta="softmax"), plain, truth, strict=True
+        output_and_gradients(backend, inputs, theta="softmax"), plain, truth, strict=True
     ):
         error, usual = ((t.double() - true).norm() for t in (one, other))
         assert error <= 3 * usual, "no worse than the plain formula"
@@ -158,15 +127,17 @@ def test_softmax_of_large_scores(backend):
 @pytest.mark.parametrize("dominance", [1e2, 1e4])
 def test_keys_with_one_direction_that_outweighs_the_rest(backend, dominance):
     """Half of the rows hardly see it: their norm is what the rest of the keys leave."""
-    x, keys, values = draw((64, 16), (80, 16), (80, 8), dtype=torch.float32)
+    x, keys, values = random_inputs((64, 16), (80, 16), (80, 8), dtype=torch.float32)
     with torch.no_grad():
         direction = torch.nn.functional.normalize(torch.randn(16), dim=0)
         keys += dominance * torch.randn(80, 1) * direction
         x[:32] -= (x[:32] @ direction)[:, None] * direction
     inputs = [x, keys, values]
-    truth = all_of("reference", [t.detach().double().requires_grad_() for t in inputs])
-    plain = all_of("reference", inputs)
-    for one, other, true in zip(all_of(backend, inputs), plain, truth, strict=True):
+    truth = output_and_gradients(
+        "reference", [t.detach().double().requires_grad_() for t in inputs]
+    )
+    plain = output_and_gradients("reference", inputs)
+    for one, other, true in zip(output_and_gradients(backend, inputs), plain, truth, strict=True):
         error, usual = ((t.double() - true).norm() for t in (one, other))
         assert error <= 3 * usual + 1e-5 * true.norm(), "no worse than the norm of the scores"
 
@@ -174,29 +145,29 @@ def test_keys_with_one_direction_that_outweighs_the_rest(backend, dominance):
 @backends
 def test_rows_that_no_key_sees(backend):
     """Fewer keys than channels: the null space is exactly zero, also for the Gram matrix."""
-    x, keys, values = draw((40, 16), (8, 16), (8, 5), dtype=torch.float32)
+    x, keys, values = random_inputs((40, 16), (8, 16), (8, 5), dtype=torch.float32)
     with torch.no_grad():
         keys[:, 10:] = 0
         x[:20, :10] = 0
-    found = all_of(backend, [x, keys, values])
+    found = output_and_gradients(backend, [x, keys, values])
     assert (found[0][:20] == 0).all()
     assert (found[1][:20] == 0).all()
-    assert_alike(found, all_of("reference", [x, keys, values]), 3e-6)
+    assert_close(found, output_and_gradients("reference", [x, keys, values]), 3e-6)
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 30, 48])
 def test_one_row_in_parts(tokens):
-    x, keys, values = draw((1, 1, 6), (tokens, 6), (tokens, 5))
+    x, keys, values = random_inputs((1, 1, 6), (tokens, 6), (tokens, 5))
     assert single_row.parts_of(x, keys, values) == {1: 1, 7: 7, 30: 15, 48: 16}[tokens]
     assert single_row.parts_of(x.expand(2, 1, 6), keys, values) == 1
-    wanted = all_of("reference", [x, keys, values])
-    assert_alike(all_of("single_row", [x, keys, values]), wanted, 1e-12)
+    wanted = output_and_gradients("reference", [x, keys, values])
+    assert_close(output_and_gradients("single_row", [x, keys, values]), wanted, 1e-12)
 
 
 @backends
 @thetas
 def test_gradients_of_gradients(backend, theta):
-    inputs = draw((4, 3), (7, 3), (7, 2))
+    inputs = random_inputs((4, 3), (7, 3), (7, 2))
     scale = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
 
     def penalty(name: str) -> tuple[Tensor, ...]:
@@ -204,13 +175,13 @@ def test_gradients_of_gradients(backend, theta):
         first = torch.autograd.grad(out.square().sum(), [*inputs, scale], create_graph=True)
         return torch.autograd.grad(sum(g.square().sum() for g in first), [*inputs, scale])
 
-    assert_alike(list(penalty(backend)), list(penalty("reference")), 1e-9)
+    assert_close(list(penalty(backend)), list(penalty("reference")), 1e-9)
 
 
 @backends
 @thetas
 def test_autocast_and_checkpointing(backend, theta):
-    inputs = draw((10, 6), (30, 6), (30, 5), dtype=torch.float32)
+    inputs = random_inputs((10, 6), (30, 6), (30, 5), dtype=torch.float32)
 
     def grads(name: str) -> list[Tensor]:
         with torch.autocast("cpu", torch.bfloat16):
@@ -220,12 +191,12 @@ def test_autocast_and_checkpointing(backend, theta):
             assert out.dtype == torch.bfloat16
         return list(torch.autograd.grad(out.float().sum(), inputs))
 
-    assert_alike(grads(backend), grads("reference"), 0.05)
+    assert_close(grads(backend), grads("reference"), 0.05)
 
 
 @backends
 def test_without_gradients_nothing_is_recorded(backend):
-    inputs = draw((5, 4), (9, 4), (9, 3))
+    inputs = random_inputs((5, 4), (9, 4), (9, 3))
     with torch.no_grad():
         out = pattention(*inputs, backend=backend)
     assert not out.requires_grad
@@ -239,7 +210,7 @@ def test_without_gradients_nothing_is_recorded(backend):
 @pytest.mark.parametrize(("backend", "theta"), list(itertools.product(FAST, THETAS)))
 def test_compiles_whole_with_gradients(backend, theta):
     torch._dynamo.reset()
-    inputs = draw((10, 6), (30, 6), (30, 5))
+    inputs = random_inputs((10, 6), (30, 6), (30, 5))
     scale = torch.tensor(11.0, dtype=torch.float64, requires_grad=True)
 
     def layer(x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -252,12 +223,12 @@ def test_compiles_whole_with_gradients(backend, theta):
         torch.autograd.grad(function(*inputs).square().sum(), [*inputs, scale])
         for function in (compiled, layer)
     )
-    assert_alike(list(found), list(wanted), 1e-12)
+    assert_close(list(found), list(wanted), 1e-12)
 
 
 def test_registered_operators_keep_their_promises():
     for theta, kernel in itertools.product(THETAS, set(KERNELS) & set(FAST)):
-        inputs = draw((5, 4), (9, 4), (9, 3), dtype=torch.float32)
+        inputs = random_inputs((5, 4), (9, 4), (9, 3), dtype=torch.float32)
         scale = torch.tensor(9.0, requires_grad=True)
         arguments = (*inputs, scale, kernel, theta, "none", 1e-3)
         torch.library.opcheck(torch.ops.tokenformer.pattention.default, arguments)
@@ -265,7 +236,7 @@ def test_registered_operators_keep_their_promises():
 
 def test_streaming_keeps_nothing_of_the_size_of_the_scores():
     rows, tokens, width = 64, 4096, 8
-    inputs = draw((rows, width), (tokens, width), (tokens, width), dtype=torch.float32)
+    inputs = random_inputs((rows, width), (tokens, width), (tokens, width), dtype=torch.float32)
     own = {tensor.data_ptr() for tensor in inputs}
 
     def kept_by(name: str) -> int:
@@ -290,7 +261,7 @@ def test_streaming_keeps_nothing_of_the_size_of_the_scores():
 @pytest.mark.parametrize("rows", [5, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_bytes_are_what_autograd_saves(theta, kernel, rows, dtype):
-    inputs = draw((rows, 8), (40, 8), (40, 6), dtype=dtype)
+    inputs = random_inputs((rows, 8), (40, 8), (40, 6), dtype=dtype)
     own = {tensor.data_ptr() for tensor in inputs}
     saved: dict[int, Tensor] = {}
 
@@ -327,7 +298,7 @@ def test_auto_chooses_by_shape_and_need(monkeypatch):
 @thetas
 def test_auto_under_transforms(theta, monkeypatch):
     monkeypatch.setattr(auto, "FEW_ROWS", 0)
-    x, keys, values = (t.detach() for t in draw((3, 5), (7, 5), (7, 4)))
+    x, keys, values = (t.detach() for t in random_inputs((3, 5), (7, 5), (7, 4)))
 
     def call(x: Tensor) -> Tensor:
         return pattention(x, keys, values, theta=theta)

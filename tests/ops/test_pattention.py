@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.autograd import gradcheck, gradgradcheck
 
 import tokenformer
-from tests.ops.test_theta import weights_by_formula
+from tests.support.theta import expected_weights
 from tokenformer.ops import BACKENDS, THETAS, pattention
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -68,7 +68,7 @@ def test_follows_the_formula(leading, d_in, n, d_out, seed, dtype, theta, approx
     if out.numel() == 0:
         return
     s = float(n) if scale is None else scale
-    weights = weights_by_formula(theta, x @ K.T, s, approximate, eps)
+    weights = expected_weights(theta, x @ K.T, s, approximate, eps)
     V = V.double().numpy()
     rounding = 8 * max(torch.finfo(dtype).eps, 1e-14) * (np.abs(weights) @ np.abs(V))
     # In its left tail torch's GELU is exact to eps times its argument, at most s, not its value.

@@ -1,4 +1,4 @@
-"""The modified softmaxes against their formulas, written again here in float64 with numpy."""
+"""The modified softmaxes against their formulas in float64 (tests/support/theta.py)."""
 
 import math
 
@@ -9,34 +9,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.support.theta import expected_weights
 from tokenformer.ops.theta import THETAS
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-NORMALISING = ("l2_gelu", "gelu_l2", "l1_gelu")
-
-
-def gelu(x: np.ndarray, approximate: str = "none") -> np.ndarray:
-    if approximate == "tanh":
-        return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    return 0.5 * x * np.vectorize(math.erfc, otypes=[float])(-x / math.sqrt(2))
-
-
-def over_norm(rows: np.ndarray, order: int, eps: float) -> np.ndarray:
-    norms = np.linalg.norm(rows, ord=order, axis=-1, keepdims=True) if rows.size else rows[..., :1]
-    return np.divide(rows, norms + eps, out=np.zeros_like(rows), where=norms > 0)
-
-
-def weights_by_formula(
-    theta: str, A: np.ndarray, s: float, approximate: str = "none", eps: float = 0.0
-) -> np.ndarray:
-    if theta == "l2_gelu":
-        return gelu(math.sqrt(s) * over_norm(A, 2, eps), approximate)
-    if theta == "gelu_l2":
-        return math.sqrt(s) * over_norm(gelu(A, approximate), 2, eps)
-    if theta == "l1_gelu":
-        return gelu(s * over_norm(A, 1, eps), approximate)
-    exponentials = np.exp(A - A.max(axis=-1, keepdims=True))
-    return s * exponentials / exponentials.sum(axis=-1, keepdims=True)
+NORMALIZING = ("l2_gelu", "gelu_l2", "l1_gelu")
 
 
 @settings(max_examples=300, deadline=None)
@@ -63,7 +40,7 @@ def test_follows_its_formula(scores, theta, dtype, approximate, scale, eps):
     A = torch.tensor(scores).to(dtype)
     weights = THETAS[theta](A, scale, approximate, eps)
     assert weights.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    expected = weights_by_formula(theta, A.double().numpy(), scale, approximate, eps)
+    expected = expected_weights(theta, A.double().numpy(), scale, approximate, eps)
     # Even half-precision scores give weights good to fp32: only the caller rounds them.
     precision = 1e-12 if dtype == torch.float64 else 3e-6
     np.testing.assert_allclose(
@@ -82,11 +59,11 @@ def test_norm_of_a_long_half_precision_row(theta, dtype):
     n = 100_000
     A = torch.where(torch.arange(n) % 2 == 0, 200.0, -200.0).to(dtype)[None]
     weights = THETAS[theta](A, float(n), "none", 0.0)
-    expected = weights_by_formula(theta, A.double().numpy(), float(n))
+    expected = expected_weights(theta, A.double().numpy(), float(n))
     np.testing.assert_allclose(weights.double().numpy(), expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("theta", NORMALISING)
+@pytest.mark.parametrize("theta", NORMALIZING)
 @pytest.mark.parametrize("eps", [0.0, 1e-5])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zero_rows_have_zero_weights_and_gradients(theta, eps, dtype):
@@ -109,7 +86,7 @@ def test_zero_rows_have_zero_weights_and_gradients(theta, eps, dtype):
         assert torch.equal(scores.grad[row], others.grad[row])
 
 
-@pytest.mark.parametrize("theta", NORMALISING)
+@pytest.mark.parametrize("theta", NORMALIZING)
 def test_rows_whose_squares_underflow_count_as_zero(theta):
     scores = torch.full((1, 4), 1e-25, requires_grad=True)
     weights = THETAS[theta](scores, 4.0, "none", 0.0)
@@ -122,7 +99,7 @@ def test_rows_whose_squares_underflow_count_as_zero(theta):
 def test_smallest_half_precision_row_is_not_zero(theta):
     scores = torch.tensor([[2.0**-24, -(2.0**-24)]], dtype=torch.float16)
     weights = THETAS[theta](scores, 2.0, "none", 0.0)
-    expected = weights_by_formula(theta, np.array([[1.0, -1.0]]), 2.0)
+    expected = expected_weights(theta, np.array([[1.0, -1.0]]), 2.0)
     np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-6)
 
 
