@@ -1,4 +1,4 @@
-# Every target does its own set-up, once: the environment is made again only when pyproject.toml changes.
+# Every target sets up .venv by itself and again only when pyproject.toml changes.
 PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := tokenformer tests benchmarks experiments examples
@@ -6,19 +6,19 @@ SOURCES := tokenformer tests benchmarks experiments examples
 .PHONY: demo test test-slow bench docs check format clean
 .DELETE_ON_ERROR:
 
-demo: .venv/.core           ## train a small TokenFormer on Python's own sources, grow it, train on; draws the curves
+demo: .venv/.core           ## train a small TokenFormer on Python's standard library, grow it, train on; plots the loss
 	$(BIN)/tokenformer demo
 
-test: .venv/.dev            ## everything but the tests marked slow, in parallel
+test: .venv/.dev            ## all tests except those marked slow, in parallel
 	$(BIN)/pytest -m "not slow" -n auto --dist worksteal
 
-test-slow: .venv/.slow      ## the tests marked slow: compilation, kernels for GPUs, the whole demo
+test-slow: .venv/.slow      ## the tests marked slow: compilation, GPU kernels in an interpreter, the whole demo
 	$(BIN)/pytest -m slow
 
-bench: .venv/.dev           ## speed and memory against peers, in minutes; tables, a results file and its picture
+bench: .venv/.dev           ## speed and memory against baselines, about 12 minutes; tables, a results file and a plot
 	$(BIN)/python -m benchmarks
 
-docs: .venv/.docs           ## the documentation site in site/; a broken link or docstring fails the build
+docs: .venv/.docs           ## build the documentation into site/; fails on a broken link or docstring
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check: .venv/.dev           ## lint, formatting, types
@@ -45,12 +45,12 @@ clean:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	touch .venv/.core $@
 
-# Triton takes 700 MB, so only the tests that need it install it.
+# Triton takes 700 MB, so only the slow tests install it.
 .venv/.slow: .venv/.dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,gpu]"
 	touch $@
 
-# The API reference is read from the sources, so nothing of tokenformer is imported for it.
+# mkdocstrings parses the sources for the API reference and does not import them.
 .venv/.docs: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]"
 	touch .venv/.core $@
