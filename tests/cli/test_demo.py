@@ -2,36 +2,20 @@
 
 import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.commands import COMMAND, run_command
 from tests.support.processes import LIMIT, started, wait_until
-from tokenformer.cli.demo import GROWN, PROMPT, SMALL, verdict
+from tokenformer.cli.demo import GROWN, PROMPT, SMALL, compare
 from tokenformer.cli.terminal import printable
 from tokenformer.errors import InputError
 from tokenformer.files import new_folder
-
-COMMAND = [sys.executable, "-m", "tokenformer", "demo"]
-
-
-def demo(
-    *arguments: object, cwd: Path | None = None, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-        timeout=900,
-    )
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
@@ -43,7 +27,9 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """What a short demo keeps, and what it prints."""
     out = tmp_path_factory.mktemp("demo") / "kept"
     # An ASCII terminal is the hardest: the untrained model's sample is full of other characters.
-    done = demo("--steps", 2, "--out", out, PYTHONIOENCODING="ascii")
+    done = run_command(
+        "demo", "--steps", 2, "--out", out, environment={"PYTHONIOENCODING": "ascii"}
+    )
     assert done.returncode == 0, done.stderr
     return out, done.stdout
 
@@ -80,7 +66,7 @@ def test_transformers_can_load_what_the_demo_keeps(kept, name):
     assert tokenizer.decode(written[0]).startswith("import ")
 
 
-def test_nothing_changes_at_the_seam(kept):
+def test_growth_does_not_change_the_model(kept):
     out, printed = kept
     growth = json.loads((out / "growth.json").read_text())
     before, after = growth["bits_per_byte_before"], growth["bits_per_byte_after"]
@@ -92,7 +78,7 @@ def test_nothing_changes_at_the_seam(kept):
     shown = re.findall(r"held-out loss (?:before|after) +(\S+) bits per byte", printed)
     assert [float(number) for number in shown] == pytest.approx([before, after], abs=1e-6)
     assert "the same text before and after" in printed
-    # The curve goes through the seam.
+    # The loss curve is continuous.
     rows = rows_of(out / "metrics" / "growing.jsonl")
     assert rows[1]["val_bpb"] == pytest.approx(before, abs=1e-6)
 
@@ -100,8 +86,8 @@ def test_nothing_changes_at_the_seam(kept):
 def test_the_table_says_what_each_model_cost(kept):
     out, printed = kept
     names = [
-        "small, at the seam",
-        "grown, at its end",
+        "small, before growth",
+        "grown, at the end",
         "TokenFormer from scratch",
         "Transformer from scratch",
     ]
@@ -129,7 +115,7 @@ def test_without_out_the_demo_finds_a_folder_and_the_same_seed_gives_the_same_nu
     kept, tmp_path
 ):
     (tmp_path / "runs" / "demo").mkdir(parents=True)
-    done = demo("--steps", 2, cwd=tmp_path)
+    done = run_command("demo", "--steps", 2, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     out = tmp_path / "runs" / "demo-2"
     assert "runs/demo-2/growth.png" in done.stdout
@@ -143,7 +129,7 @@ def test_without_out_the_demo_finds_a_folder_and_the_same_seed_gives_the_same_nu
 
 def test_demo_refuses_a_folder_in_use(tmp_path):
     (tmp_path / "precious.txt").write_text("mine")
-    done = demo("--steps", 1, "--out", tmp_path)
+    done = run_command("demo", "--steps", 1, "--out", tmp_path)
     assert done.returncode == 2
     assert str(tmp_path) in done.stderr
     assert done.stderr.count("\n") == 1
@@ -152,14 +138,14 @@ def test_demo_refuses_a_folder_in_use(tmp_path):
 
 def test_demo_refuses_a_path_that_is_a_file(tmp_path):
     (tmp_path / "file").write_text("")
-    done = demo("--steps", 1, "--out", tmp_path / "file" / "below")
+    done = run_command("demo", "--steps", 1, "--out", tmp_path / "file" / "below")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
 
 
 def test_an_interrupted_demo_says_so_and_leaves_nothing_behind(tmp_path):
     out = tmp_path / "kept"
-    command = [*COMMAND, "--steps", "100000", "--out", str(out)]
+    command = [*COMMAND, "demo", "--steps", "100000", "--out", str(out)]
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     with started(command, text=True, **pipes) as running:
         begun = ".kept.unfinished-*/metrics/growing.jsonl"
@@ -195,16 +181,16 @@ def test_a_sample_cannot_steer_the_terminal():
     assert printable("é\ufffd", "ascii") == "??"
 
 
-def test_the_verdict_is_what_came_of_it():
+def test_the_comparison_names_the_better_model():
     def run(*losses: float) -> list[dict[str, Any]]:
         return [{"flops": 10 * n, "val_bpb": bits} for n, bits in enumerate(losses, start=1)]
 
     growing = [*run(4.0, 3.0), {"flops": 25}, {"flops": 30, "val_bpb": 2.5}]
-    assert verdict(growing, "TokenFormer", run(5.0, 4.5, 3.0)) == (
-        "Growing ended 0.500 bits per byte below the TokenFormer from scratch; it was there with "
-        "67% of the compute."
+    assert compare(growing, "TokenFormer", run(5.0, 4.5, 3.0)) == (
+        "Growing ended 0.500 bits per byte below the TokenFormer from scratch and reached its loss "
+        "with 67% of the compute."
     )
-    assert verdict(growing, "Transformer", run(4.0, 3.0, 2.25)) == (
+    assert compare(growing, "Transformer", run(4.0, 3.0, 2.25)) == (
         "Growing ended 0.250 bits per byte above the Transformer from scratch."
     )
 
@@ -212,7 +198,7 @@ def test_the_verdict_is_what_came_of_it():
 @pytest.mark.slow
 def test_the_whole_demo_grows_and_learns(tmp_path):
     out = tmp_path / "kept"
-    done = demo("--out", out)
+    done = run_command("demo", "--out", out)
     assert done.returncode == 0, done.stderr
     growth = json.loads((out / "growth.json").read_text())
     shown = re.findall(r"held-out loss (?:before|after) +(\S+) bits per byte", done.stdout)

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tokenformer.cli import main
-from tokenformer.models.accounting import count_parameters, forward_flops, twin
+from tokenformer.models.accounting import count_parameters, forward_flops, matching_transformer
 from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
 
 DOCS = Path(__file__).parents[2] / "docs" / "guides" / "accounting.md"
@@ -64,7 +64,7 @@ def test_json_of_a_folder(tmp_path: Path) -> None:
     done = run("model", *options, folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)
-    for family, expected in (("tokenformer", config), ("transformer", twin(config))):
+    for family, expected in (("tokenformer", config), ("transformer", matching_transformer(config))):
         told = report[family]
         total = sum(count_parameters(expected).values())
         assert told["parameters"] == {**count_parameters(expected), "total": total}
@@ -216,4 +216,4 @@ def test_an_image_classifier_by_its_preset(name, family, parameters, capsys):
     assert "patches of 16 x 16" in printed
     with pytest.raises(SystemExit):
         main(["inspect", name, "--length", "9"])
-    assert "is an image classifier, for which there is no --length" in capsys.readouterr().err
+    assert f"--length does not apply: {name} is an image classifier" in capsys.readouterr().err

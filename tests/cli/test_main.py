@@ -7,21 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import error_line, run_command
 from tokenformer.cli import COMMANDS, USAGE, load, main
 from tokenformer.cli.parser import Arguments
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "laptop" / "text.yaml")
 HEAVY = "import sys; sys.exit(','.join({'torch', 'transformers', 'numpy'} & set(sys.modules)) or 0)"
-
-
-def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tokenformer", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        **options,
-    )
 
 
 @pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)], ids=" ".join)
@@ -37,7 +28,7 @@ def test_help_answers_without_importing_torch(arguments):
 
 
 def test_help_lists_every_command():
-    done = run("--help")
+    done = run_command("--help")
     for command in COMMANDS:
         assert f"\n    {command} " in done.stdout
 
@@ -70,13 +61,7 @@ def test_help_lists_every_command():
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, named, capsys):
-    arguments = [RECIPE if word == "R" else word for word in arguments]
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    out, err = capsys.readouterr()
-    assert end.value.code == 2
-    assert out == ""
-    assert err.count("\n") == 1
+    err = error_line([RECIPE if word == "R" else word for word in arguments], capsys)
     assert named in err
     assert err.startswith("tokenformer")
 
@@ -154,7 +139,7 @@ print(json.dumps(found))
 def test_version():
     import tokenformer
 
-    assert run("--version").stdout.strip().endswith(tokenformer.__version__)
+    assert run_command("--version").stdout.strip().endswith(tokenformer.__version__)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from transformers import (
 )
 
 import tokenformer
-from tests.growth.test_tokens import trained
+from tests.support.growth import trained_tokenformer
 from tokenformer.cli import main
 from tokenformer.cli.samples import read_samples
 from tokenformer.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
@@ -26,7 +26,7 @@ TEXT = "The quick brown fox — naïve, perhaps — jumps over the lazy dog.\n" 
 @pytest.fixture
 def home(tmp_path, make_config, capsys):
     """A folder with the models `small` and `grown` and the corpus `data`."""
-    model, _ = trained(make_config, vocab_size=VOCAB_SIZE)
+    model, _ = trained_tokenformer(make_config, vocab_size=VOCAB_SIZE)
     grown, _ = tokenformer.grow(model, ffn_tokens=[150, 96])
     for name, each in (("small", model), ("grown", grown)):
         each.save_pretrained(tmp_path / name)
@@ -49,7 +49,7 @@ def logits(path):
 
 def test_half_of_the_tokens_with_the_tokenizer_and_the_report(home, monkeypatch, capsys):
     run(home, monkeypatch, "prune", "small", "--data", "data", "--keep", 0.5, "--out", "half")
-    assert "Kept in half" in capsys.readouterr().out
+    assert "Saved to half" in capsys.readouterr().out
     stored = AutoModelForCausalLM.from_pretrained(home / "half")
     assert stored.config.ffn_tokens == 48
     assert AutoTokenizer.from_pretrained(home / "half")("prune")["input_ids"] == list(b"prune")
@@ -123,7 +123,7 @@ def test_other_tokenizers_shapes_and_vocabularies_are_told(home, monkeypatch, ca
         with pytest.raises(SystemExit):
             run(home, monkeypatch, *arguments, "--out", "new")
         assert "twin is a tokenformer_transformer model, not a" in capsys.readouterr().err
-    other, _ = trained(make_config, num_hidden_layers=3)
+    other, _ = trained_tokenformer(make_config, num_hidden_layers=3)
     other.save_pretrained(home / "other")
     with pytest.raises(SystemExit):
         run(home, monkeypatch, "merge", "small", "other", "--out", "new")
@@ -193,7 +193,7 @@ def test_a_classifier_in_half_precision_is_pruned_and_one_without_processor_refu
     ("words", "told"),
     [
         (["--keep", "0.5"], "--images is missing"),
-        (["--keep", "0.5", "--data", "."], "is an image classifier, for which there is no --data"),
+        (["--keep", "0.5", "--data", "."], "--data does not apply: classifier is an image"),
         (["--keep", "0.5", "--images", "no/where/here"], "--images: no no/where/here"),
     ],
 )
@@ -207,4 +207,4 @@ def test_what_a_classifier_is_not_pruned_by(classifier, monkeypatch, capsys, wor
 def test_a_language_model_is_not_pruned_on_images(home, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run(home, monkeypatch, "prune", "small", "--images", "digits", "--out", "none")
-    assert "is a language model, for which there is no --images" in capsys.readouterr().err
+    assert "--images does not apply: small is a language model" in capsys.readouterr().err

@@ -43,7 +43,7 @@ def test_a_run_past_its_end_says_so_and_stops(train: Any, capsys: Any) -> None:
     capsys.readouterr()
     train(*SHORT, "--max_steps", "4")
     assert (
-        f"{out} is past the 4 steps asked for: it is at step 6; nothing was changed; to extend it: "
+        f"{out} is past step 4, the last one requested: it is at step 6; nothing was changed; to extend it: "
         "--run.steps 12 --override\n"
     ) == capsys.readouterr().out
     train(*SHORT)
@@ -69,7 +69,7 @@ def test_a_run_past_its_end_says_so_and_stops(train: Any, capsys: Any) -> None:
 
     before = files(out)
     train(*SHORT)  # the first command again
-    assert "is past the 6 steps asked for: it is at step 9" in capsys.readouterr().out
+    assert "is past step 6, the last one requested: it is at step 9" in capsys.readouterr().out
     assert files(out) == before
 
 
@@ -83,7 +83,7 @@ def test_an_unfinished_run_takes_changes_only_when_told(train: Any, capsys: Any)
     assert files(out) == before
     # At step 3 of 6, of which 2 are asked for: nothing to do, and how to go on.
     train(*SHORT, "--max_steps", "2")
-    assert "it is recorded with 6 steps: to resume it, ask for those" in capsys.readouterr().out
+    assert "it was started with 6 steps: to resume it, set --run.steps 6" in capsys.readouterr().out
     assert files(out) == before
     train(*SHORT, "--optimizer.learning_rate", "0.02", "--run.keep_last", "5", "--override")
     said = capsys.readouterr().out
@@ -124,7 +124,7 @@ def test_a_run_in_stages_ends_and_is_extended_by_a_stage(recipe: Path, tmp_path:
     before = files(out)
     capsys.readouterr()
     main([*words, "--max_steps", "4"])
-    assert "is past the 4 steps asked for: it is at step 6" in capsys.readouterr().out
+    assert "is past step 4, the last one requested: it is at step 6" in capsys.readouterr().out
     main(words)
     assert "is finished: it is at step 6" in capsys.readouterr().out
     assert files(out) == before
@@ -141,7 +141,7 @@ def test_a_run_in_stages_ends_and_is_extended_by_a_stage(recipe: Path, tmp_path:
     before = files(out)
     capsys.readouterr()
     main(words)
-    assert "is past the 6 steps asked for: it is at step 8" in capsys.readouterr().out
+    assert "is past step 6, the last one requested: it is at step 8" in capsys.readouterr().out
     assert files(out) == before
 
 
@@ -198,7 +198,7 @@ def test_a_run_that_is_asked_for_fewer_steps_does_not_grow(recipe: Path, train: 
     capsys.readouterr()
     train(*options, "--max_steps", "2")
     said = capsys.readouterr().out
-    assert f"{out} is finished: it is at step 2; no step was trained; it is recorded with 4" in said
+    assert f"{out} is finished: it is at step 2; no step was trained; it was started with 4" in said
     assert "stage 2" not in said
     assert not (out / "growth-2.json").exists()
     size = json.loads((out / "model" / "config.json").read_text())["ffn_tokens"]

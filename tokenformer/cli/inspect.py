@@ -1,4 +1,4 @@
-"""`tokenformer inspect`: what a model costs, before it is built."""
+"""`tokenformer inspect`: parameters, FLOPs and memory of a model, from its configuration alone."""
 
 import os
 import sys
@@ -47,21 +47,21 @@ def inspect(
     plot: Path | None = None,
     json: bool = False,
 ) -> None:
-    """Parameters, FLOPs and memory of a preset or model folder, beside its Transformer twin.
+    """Print parameters, FLOPs and memory of a model, next to those of its Transformer baseline.
 
-    Of an image classifier: parameters, FLOPs of one image, memory of weights and optimizer.
+    For an image classifier: parameters, FLOPs per image, memory of weights and optimizer.
 
     Args:
-        model: A preset (124m, 354m, ...; of images base-match, base, large-match, large;
-            transformer-124m, transformer-base, ... for the twins alone), or a folder with a
-            config.json.
-        lengths: Sequence lengths to count FLOPs at.
-        batch_size: Sequences in a batch, for the memory of activations.
-        length: Tokens in a sequence, for FLOPs by part and for memory; by default as many as the
-            model has positions.
-        plot: Draw the paper's FLOPs-against-length figure into this png, pdf or svg file: the four
-            growth sizes, up to the longest of the lengths.
-        json: Print one JSON document instead of tables.
+        model: A preset (124m, 354m, ...; for images base-match, base, large-match, large;
+            transformer-124m, transformer-base, ... for the baselines alone), a model folder, a run
+            folder or a hub name.
+        lengths: Sequence lengths to count FLOPs for.
+        batch_size: Sequences per batch, for the memory of activations.
+        length: Tokens per sequence, for FLOPs by part and for memory; by default the model's
+            context.
+        plot: Save the paper's plot of FLOPs over sequence length to this png, pdf or svg file: the
+            four growth sizes, up to the longest of the lengths.
+        json: Print JSON instead of tables.
     """
     check_sizes(lengths=lengths, batch_size=[batch_size], length=[] if length is None else [length])
     if not lengths:
@@ -69,7 +69,7 @@ def inspect(
     check_plot(plot)
     config = load_config(model)
 
-    from tokenformer.models.accounting import twin
+    from tokenformer.models.accounting import matching_transformer
     from tokenformer.models.configuration import LanguageConfig, TokenformerConfig
 
     if not isinstance(config, LanguageConfig):
@@ -77,7 +77,7 @@ def inspect(
         return
     length = length or config.max_position_embeddings
     configs = {"tokenformer": config} if isinstance(config, TokenformerConfig) else {}
-    configs["transformer"] = twin(config) if isinstance(config, TokenformerConfig) else config
+    configs["transformer"] = matching_transformer(config) if isinstance(config, TokenformerConfig) else config
     report = {
         "model": model,
         "batch_size": batch_size,
@@ -117,13 +117,13 @@ def check_plot(plot: Path | None) -> None:
 def is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # a name too long, or behind a folder that may not be entered
+    except OSError:  # the name is too long, or a parent folder is not accessible
         return False
 
 
 def load_config(model: str) -> "LanguageConfig | VisionConfig":
-    """The configuration of a preset or of a folder's config.json. A folder that has a preset's name
-    is reached as ./NAME."""
+    """Return the configuration of a preset or of a model folder. For a folder with the name of a
+    preset, give ./NAME."""
     name, size = model.lower(), model.lower().removeprefix(TRANSFORMER_PREFIX)
     folder = None if is_preset(name, size) else config_folder(model)
 
@@ -144,7 +144,7 @@ def load_config(model: str) -> "LanguageConfig | VisionConfig":
     if folder is None:
         return TransformerVisionConfig.from_preset(size)
     options = read_config(folder)
-    # Chosen from our own classes, so that nothing a config.json names is ever imported.
+    # Only our own classes: nothing that a config.json names is imported.
     kind = options.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_CLASSES:
         accepted = ", ".join(CONFIG_CLASSES)
@@ -161,7 +161,7 @@ def is_preset(name: str, size: str) -> bool:
 
 
 def config_folder(model: str) -> Path:
-    """The folder of a model that is no preset; `owner/name` may be on the hub."""
+    """Return the folder of a model that is not a preset; `owner/name` may be on the hub."""
     if is_local(model) or "/" in model:
         return resolve_folder(model)
     own = (*TOKENFORMER_PRESETS, *VISION_TOKENFORMER_PRESETS)
@@ -178,7 +178,7 @@ def config_folder(model: str) -> Path:
 def account(
     config: "LanguageConfig", lengths: tuple[int, ...], batch_size: int, length: int
 ) -> dict[str, Any]:
-    """All that is reported of one model, every dict of parts with its total."""
+    """Return the report on one model; every dict of parts has a total."""
     from tokenformer.models import accounting
 
     def flops(at: int) -> dict[str, Any]:
@@ -206,12 +206,12 @@ def account(
 def inspect_images(
     model: str, config: "VisionConfig", unfit: dict[str, Any], *, json: bool
 ) -> None:
-    """`unfit`: options that only a language model has."""
+    """Report on an image classifier; refuse `unfit`, the options for language models."""
     from tokenformer.models import accounting
 
     for name, value in unfit.items():
         if value is not None:
-            raise InputError(f"{model} is an image classifier, for which there is no --{name}")
+            raise InputError(f"--{name} does not apply: {model} is an image classifier")
     found: dict[str, Any] = {
         **shape(config),
         "parameters": with_total(accounting.count_parameters(config)),
@@ -230,9 +230,9 @@ def inspect_images(
 
     console = Console(highlight=False)
     size, side = config.image_size, config.patch_size
-    pictures = f"images of {size} x {size} in patches of {side} x {side}"
+    image_shape = f"images of {size} x {size} in patches of {side} x {side}"
     console.print(headline(family, found))
-    console.print(f"{pictures}, {config.num_labels:,} classes")
+    console.print(f"{image_shape}, {config.num_labels:,} classes")
     memory = new_table(["", family])
     add_parts(memory, [found["memory_bytes"]["state"]], in_bytes)
     for title, table in {
@@ -265,7 +265,7 @@ def show(report: dict[str, Any], families: list[str]) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.width = max(console.width, WIDEST)  # a narrow terminal wraps lines; it loses no digits
+    console.width = max(console.width, WIDEST)  # wrap rather than cut off digits
     models = [report[family] for family in families]
     for family, model in zip(families, models, strict=True):
         console.print(headline(family, model))
@@ -287,7 +287,7 @@ def show(report: dict[str, Any], families: list[str]) -> None:
         console.print(table)
     if report["plot"]:
         console.print()
-        console.print(f"drawn: {report['plot']}", markup=False, soft_wrap=True)
+        console.print(f"Plot saved to {report['plot']}", markup=False, soft_wrap=True)
 
 
 def parameter_table(models: list[dict[str, Any]], families: list[str]) -> "Table":
@@ -328,7 +328,7 @@ def memory_table(models: list[dict[str, Any]], families: list[str]) -> "Table":
 
 
 def grouped(families: list[str], columns: list[str]) -> list[str]:
-    """The columns once for each family, whose name stands above the first of them."""
+    """Return the columns once per family, with its name above the first."""
     return [
         f"{family if place == 0 else ''}\n{column}"
         for family in families
@@ -349,15 +349,15 @@ def new_table(columns: list[str]) -> "Table":
 def add_parts(
     table: "Table",
     columns: list[dict[str, int]],
-    written: Callable[[int], str],
+    as_text: Callable[[int], str],
     total: str = "total",
 ) -> None:
-    """One row per part, leaving out those that no column has, and the total."""
+    """Add a row for each part that is not zero everywhere, and the total."""
     for part in columns[0]:
         if part != "total" and any(column[part] for column in columns):
-            table.add_row(LABELS.get(part, part), *(written(column[part]) for column in columns))
+            table.add_row(LABELS.get(part, part), *(as_text(column[part]) for column in columns))
     table.add_section()
-    table.add_row(total, *(written(column["total"]) for column in columns))
+    table.add_row(total, *(as_text(column["total"]) for column in columns))
     table.add_section()
 
 
@@ -366,7 +366,7 @@ def in_bytes(number: int) -> str:
 
 
 def quantity(number: int, unit: str = "") -> str:
-    """Three digits and a decimal prefix: 1.20 T."""
+    """Format a number with three digits and a decimal prefix: 1.20 T."""
     scaled, prefix = float(number), ""
     for larger in ("k", "M", "G", "T", "P", "E", "Z", "Y"):
         if scaled < 999.5:
@@ -377,7 +377,7 @@ def quantity(number: int, unit: str = "") -> str:
 
 
 def write_plot(plot: Path, longest: int) -> None:
-    """Draw beside the final name, then rename: nobody ever sees half a figure."""
+    """Draw to a temporary file, then rename it, so that no partial plot is visible."""
     from tokenformer.models.accounting_plot import draw_flops
 
     unfinished = plot.with_name(f".inspect-{os.getpid()}")

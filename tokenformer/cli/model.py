@@ -1,6 +1,8 @@
-"""The model that a command is given: a model folder, a run folder or a hub name."""
+"""MODEL on the command line: a model folder, a run folder or a hub name."""
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from json import loads
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ KINDS = {
     "a language model": ("ForCausalLM", "LMHeadModel"),
     "an image classifier": ("ForImageClassification",),
 }
-"""How the names of transformers' classes of a kind end."""
+"""Suffixes of the transformers classes of each kind."""
 USES = {
     "a language model": "tokenformer generate, serve or evaluate --perplexity",
     "an image classifier": "tokenformer predict or evaluate --images",
@@ -30,14 +32,14 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
-"""As the tokenizers of transformers name their files; not our loader, modeling_tokenformer.py."""
+"""File names of transformers' tokenizers; they must not match our modeling_tokenformer.py."""
 
 
 def resolve_model(name: str | Path, kind: str | None = None) -> str:
-    """The model folder that a path means, which of a run is `model` inside it; or a hub name.
+    """Return the model folder for a model folder or run folder, or the hub name.
 
-    Nothing heavy is imported, so that a wrong name is refused at once. A folder whose model is of
-    another kind than `kind`, one of `KINDS`, is refused too.
+    Imports neither torch nor transformers, so a wrong name fails at once. Refuses a folder whose
+    model is not of `kind`, one of `KINDS`.
     """
     name = str(name)
     if not is_local(name):
@@ -57,7 +59,7 @@ def resolve_model(name: str | Path, kind: str | None = None) -> str:
 
 
 def check_kind(folder: Path, kind: str | None) -> None:
-    """Refuse a folder whose config.json cannot be read or names a model of another kind."""
+    """Refuse a folder whose config.json is unreadable or belongs to another kind of model."""
     config = read_config(folder)
     names = config.get("architectures") or []
     for found, endings in KINDS.items():
@@ -68,7 +70,7 @@ def check_kind(folder: Path, kind: str | None) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A folder's config.json as it is, not yet checked."""
+    """Return the content of config.json, unchecked."""
     file = folder / CONFIG
     try:
         config = loads(file.read_text(encoding="utf-8"))
@@ -82,7 +84,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def resolve_folder(name: str | Path) -> Path:
-    """As `resolve_model`, for commands that read the folder's files: a hub name is downloaded."""
+    """Return the local folder of a model, for commands that read its files; download a hub name."""
     found = resolve_model(name)
     if is_local(found):
         return Path(found)
@@ -96,9 +98,29 @@ def resolve_folder(name: str | Path) -> Path:
         raise InputError(f"{found} cannot be downloaded: {first_line(error)}") from None
 
 
+@contextmanager
+def model_errors(out: Path) -> Iterator[None]:
+    """Raise errors in models, data and options as one-line `InputError`s; hide the progress bars of
+    transformers."""
+    from safetensors import SafetensorError
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    except (ValueError, SafetensorError) as error:
+        raise InputError(" ".join(str(error).split())) from None
+    except OSError as error:
+        raise InputError(f"{error.filename or out}: {error.strerror or error}") from None
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def load_model(name: str, bits: int | None = None, *, verify: bool = True) -> tuple[Any, Any]:
-    """Any Hugging Face causal language model and its tokenizer. `bits=8` quantizes a TokenFormer;
-    `verify=False` skips checking the weights against their checksums."""
+    """Return a causal language model and its tokenizer. `bits=8` loads a TokenFormer with int8
+    weights; `verify=False` skips verifying the weights."""
     name = resolve_model(name, "a language model")
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -113,11 +135,11 @@ def load_model(name: str, bits: int | None = None, *, verify: bool = True) -> tu
 
 def check_bits(bits: int | None) -> None:
     if bits not in (None, 8):
-        raise InputError(f"--bits {bits}: tokens are rounded to 8 bits or not at all")
+        raise InputError(f"--bits {bits} is not supported; use 8, or leave it out")
 
 
 def load_classifier(name: str, *, verify: bool = True) -> tuple[Any, Any]:
-    """Any Hugging Face image classifier, and its image processor."""
+    """Return an image classifier and its image processor."""
     check_pillow()
     name = resolve_model(name, "an image classifier")
 
@@ -135,10 +157,10 @@ def check_pillow() -> None:
 def load_pair(
     name: str, model_class: Any, reader_class: Any, reader_name: str, **options: Any
 ) -> tuple[Any, Any]:
-    """A model in eval mode on the best device, and its tokenizer or image processor."""
+    """Return a model, in eval mode on the best device, and its tokenizer or image processor."""
     from transformers.utils import logging
 
-    import tokenformer  # noqa: F401  # so that the Auto classes know ours
+    import tokenformer  # noqa: F401  # registers our classes with the Auto classes
     from tokenformer.models.loading import load_whole
     from tokenformer.train.parallel.distribute import device
 
@@ -149,13 +171,13 @@ def load_pair(
         reader = reader_class.from_pretrained(name, trust_remote_code=False)
     except TokenformerError:
         raise
-    except Exception as error:  # whatever an unsound folder leads transformers to
+    except Exception as error:  # transformers can raise anything on a damaged folder
         problem = f"the {reader_name} of {name} cannot be loaded: {first_line(error)}"
         raise InputError(problem) from error
     finally:
         if shown:
             logging.enable_progress_bar()
-    # Where a folder has no tokenizer, transformers makes one up that knows no text.
+    # Without tokenizer files, transformers returns a tokenizer with special tokens only.
     if reader_name == "tokenizer" and not set(reader.get_vocab()) - set(reader.all_special_tokens):
         raise InputError(f"{name} has no tokenizer; copy its tokenizer.json into the folder")
     return model, reader

@@ -1,4 +1,4 @@
-"""Samples for verbs that look at what a model does: of a prepared corpus, or of images."""
+"""Sample batches for commands that measure a model: from a prepared corpus or from images."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ LONGEST = 512
 
 
 def check_samples(data: Path | None = None, images: str | None = None) -> None:
-    """Refuse at once what is written as a path and does not exist."""
+    """Raise `InputError` for a path that does not exist."""
     if data is not None and not exists(expand_user(data)):
         raise InputError(f"--data: {missing_message(data)}")
     if images is not None and is_local(images) and not exists(expand_user(images)):
@@ -24,7 +24,7 @@ def check_samples(data: Path | None = None, images: str | None = None) -> None:
 def read_samples(
     data: Path, *, split: str, sequences: int, length: int, vocab_size: int
 ) -> "list[Tensor]":
-    """Token ids [B, T] of sequences spread over a split."""
+    """Return batches of token ids [B, T], from sequences spread over a split."""
     import torch
 
     from tokenformer.data.batches import fixed_batches
@@ -41,8 +41,8 @@ def read_samples(
 
 
 def read_image_samples(source: str, folder: Path, model: Any, *, count: int) -> "list[Tensor]":
-    """Pixels [B, C, H, W] of images spread over those to train on, as the model's folder has them
-    prepared."""
+    """Return batches of pixels [B, C, H, W], from images spread over the training split,
+    prepared by the model's image processor."""
     from transformers import AutoImageProcessor
 
     from tokenformer.data.image_batches import ImageReader

@@ -1,12 +1,12 @@
-"""What is written to a terminal."""
+"""Text for a terminal: control characters and encodings."""
 
 from json import dumps
 from typing import Any
 
 
 def printable(text: str, encoding: str) -> str:
-    """What a model writes may hold anything: control characters, which steer a terminal, and
-    characters that its encoding does not have."""
+    """Return generated text without control characters, which could control the terminal, and
+    without characters that its encoding lacks."""
     shown = "".join(
         c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
     )
@@ -14,7 +14,7 @@ def printable(text: str, encoding: str) -> str:
 
 
 def json_text(value: Any, encoding: str) -> str:
-    """A JSON document with its characters as they are, or escaped where the encoding lacks some."""
+    """Return a JSON document; non-ASCII characters are escaped only if the encoding lacks them."""
     text = dumps(value, indent=2, ensure_ascii=False)
     try:
         text.encode(encoding)

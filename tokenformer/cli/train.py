@@ -1,4 +1,4 @@
-"""`tokenformer train`: a recipe file becomes a run, on one core or under torchrun."""
+"""`tokenformer train`: train a model from a recipe, in one process or under torchrun."""
 
 import shlex
 import sys
@@ -40,26 +40,28 @@ def train(
     stages: list[StageOptions] = [],  # noqa: B006
     augmentation: AugmentationOptions = AugmentationOptions(),  # noqa: B008
 ) -> None:
-    """Train a model from a recipe file; every option of it can be changed on the command line.
+    """Train a model from a recipe; options override those of the recipe.
+
+    RECIPE is a name (see --list) or a YAML file with the sections model, data, augmentation,
+    optimizer, schedule, run and stages.
 
     Args:
-        recipe: A YAML file with the sections model, data, augmentation, optimizer, schedule, run
-            and stages.
-        out: The folder of the run, by default runs/RECIPE. An existing run resumes from its last
+        recipe: The recipe's file.
+        out: The run folder; by default runs/RECIPE. An existing run resumes from its last
             checkpoint.
-        stages: Parts of the run, between which the model grows.
+        stages: Parts of the run between which the model grows.
         max_steps: Train at most this many steps, with the schedule and warm-up fitted to them.
-        override: Resume an existing run with changed options, or extend a finished one by a larger
-            run.steps. The changes are recorded in config-history.yaml.
+        override: Resume an existing run with changed options, or extend a finished one with a
+            larger run.steps. Changes are recorded in config-history.yaml.
     """
     folder = out or Path("runs") / recipe.stem
-    whole = Recipe(model, data, optimizer, schedule, run, stages, augmentation)
+    options = Recipe(model, data, optimizer, schedule, run, stages, augmentation)
     if max_steps is not None:
         if max_steps < 1:
             raise InputError(f"--max_steps {max_steps} must be at least 1")
-        whole = shortened(whole, max_steps)
+        options = shortened(options, max_steps)
     try:
-        job = checked(Job(recipe, folder, whole, override))
+        job = checked(Job(recipe, folder, options, override))
     except (ValueError, OSError) as error:
         raise InputError(one_line(error)) from None
     train_job(job)
@@ -67,18 +69,18 @@ def train(
 
 @dataclass
 class Job:
-    """A recipe to be trained in a folder."""
+    """A recipe to train and its run folder."""
 
     file: Path
     folder: Path
     recipe: Recipe
     override: bool
     notes: tuple[str, ...] = ()
-    """What to tell the user before training starts."""
+    """Lines to print before training starts."""
 
 
 def checked(job: Job) -> Job:
-    """The job with its paths found. Refuses what can be refused without importing torch."""
+    """Return the job with absolute paths, after all checks that do not need torch."""
     from tokenformer.train.recipe_inputs import check_inputs, located
     from tokenformer.train.run_record import Record, check_folder, newest_step
 
@@ -107,18 +109,18 @@ def train_job(job: Job) -> None:
     with ExitStack() as stack:
         ranks = stack.enter_context(process_group())
         torch.manual_seed(job.recipe.run.seed)
-        # Brackets in a path are no markup.
+        # No markup: paths may contain brackets.
         console = Console(highlight=False, markup=False, quiet=not ranks.first)
-        say = partial(console.print, soft_wrap=True)
+        log = partial(console.print, soft_wrap=True)
         try:
             if ranks.first:
                 stack.callback(remove_if_empty, job.folder)
                 stack.enter_context(lock_folder(job.folder))
             record = Record(job.folder)
             for note in job.notes:
-                say(note)
+                log(note)
             workload = workload_of(job.recipe)
-            run = Run(job.folder, job.recipe, workload, say)
+            run = Run(job.folder, job.recipe, workload, log)
             changes = record.check(job.recipe, run.loop.progress.step, job.override)
         except BlockingIOError:
             raise InputError(
@@ -127,14 +129,14 @@ def train_job(job: Job) -> None:
         except (ValueError, OSError) as error:
             raise InputError(one_line(error)) from None
         if run.is_complete:
-            say(nothing_to_do(run, record, "nothing was changed"))
+            log(nothing_to_do(run, record, "nothing was changed"))
             return
-        say(
+        log(
             f"{run.loop.task.model.num_parameters():,} parameters, {len(workload.train):,} "
             f"{workload.unit} to train on, "
             f"{ranks.count} process{'es' if ranks.count > 1 else ''}; the run is in {job.folder}"
         )
-        introduce(run, changes, job, say)
+        log_start(run, changes, job, log)
         finished = run.at_last_step
         if ranks.first and not finished:
             record.write(job.recipe, run.loop.progress.step)
@@ -152,50 +154,51 @@ def train_job(job: Job) -> None:
             ) as show:
                 run.train(show)
         except StoppedError as stopped:
-            say(f"{stopped}. To resume: tokenformer {shlex.join(sys.argv[1:])}")
+            log(f"{stopped}. To resume: tokenformer {shlex.join(sys.argv[1:])}")
             raise SystemExit(128 + stopped.number) from None
         if finished:
-            say(nothing_to_do(run, record, "no step was trained"))
-        say(f"Done: {job.folder}/model, metrics.jsonl, loss.png")
+            log(nothing_to_do(run, record, "no step was trained"))
+        log(f"Done: {job.folder}/model, metrics.jsonl, loss.png")
 
 
 def nothing_to_do(run: "Run", record: "Record", outcome: str) -> str:
-    """Of a run at its end, or past it: where it is, and how to extend it."""
+    """Return the message for a run at or past its last step: where it is and how to extend it."""
     step, last, known = run.loop.progress.step, run.last_step, record.steps
     if known is not None and known > step:
-        rest = f"it is recorded with {known} steps: to resume it, ask for those"
+        rest = f"it was started with {known} steps: to resume it, set --run.steps {known}"
     else:
         how = "more steps in a stage" if run.recipe.stages else f"--run.steps {2 * step}"
         rest = f"to extend it: {how} --override"
-    state = "is finished" if step == last else f"is past the {last} steps asked for"
+    state = "is finished" if step == last else f"is past step {last}, the last one requested"
     return f"{run.folder} {state}: it is at step {step}; {outcome}; {rest}"
 
 
-def introduce(run: "Run", changes: "list[Change]", job: Job, say: Callable[[str], None]) -> None:
-    """Tell from where the run continues and with what changes, and warn of what may go wrong."""
+def log_start(run: "Run", changes: "list[Change]", job: Job, log: Callable[[str], None]) -> None:
+    """Log where the run resumes, changed options, and warnings about learning rate and dtype."""
     step, options = run.loop.progress.step, job.recipe
     if run.resumed is not None:
-        say(f"Resuming from step {step}: {run.resumed}")
+        log(f"Resuming from step {step}: {run.resumed}")
         for change in changes:
-            say(f"From step {step} on: {change}")
+            log(f"From step {step} on: {change}")
         if changes and (line := rate_change(run)):
-            say(line)
+            log(line)
     elif options.model.start_from is not None:
         from tokenformer.train.recipe_inputs import is_rate_for_fresh_weights
 
         if is_rate_for_fresh_weights(options, job.file):
             rate = options.optimizer.learning_rate
-            say(
+            log(
                 f"Warning: the learning rate {rate:g} of {job.file} is meant for fresh weights and "
                 f"may undo what {options.model.start_from} has learned; try "
                 f"--optimizer.learning_rate {rate / 10:.1g} and a longer --schedule.warmup_steps"
             )
     if run.loop.device.type == "cpu" and options.run.precision != "fp32":
-        say(f"Warning: run.precision {options.run.precision} is slow on most CPUs; fp32 is faster")
+        log(f"Warning: run.precision {options.run.precision} is slow on most CPUs; fp32 is faster")
 
 
 def rate_change(run: "Run") -> str | None:
-    """The schedule follows the number of steps: where options change, the rate may jump."""
+    """Return a line about the learning rate before and after a change of options, which may jump:
+    the schedule depends on the number of steps."""
     from tokenformer.train.metrics import read_metrics
     from tokenformer.train.run_record import METRICS
 
@@ -209,7 +212,7 @@ def rate_change(run: "Run") -> str | None:
 
 
 def remove_if_empty(folder: Path) -> None:
-    """So that a run that was refused leaves nothing."""
+    """Remove the folder of a run that was refused before it wrote anything."""
     with suppress(OSError):
         folder.rmdir()
 
