@@ -165,7 +165,7 @@ def test_options_are_checked():
         ({"image_size": 30}, "image_size=30 must be a multiple of patch_size=16"),
         ({"pooling": "max"}, "pooling='max' is unknown; choose one of class, mean"),
         ({"drop_path_rate": 1.0}, "drop_path_rate=1.0 must be below 1"),
-        ({"intermediate_size": 8}, "is an option of TransformerVisionConfig alone"),
+        ({"intermediate_size": 8}, "is an option of TransformerVisionConfig only"),
         ({"depth": 8}, "did you mean 'num_hidden_layers'"),
         ({"num_channels": 0}, "num_channels=0 must be a whole number"),
     ):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tokenformer.train.comparison import Setting
+from tokenformer.train.comparison import Comparison
 from tokenformer.train.comparison_plot import Curve, draw_comparison, spread
 from tokenformer.train.loop import train
 
@@ -9,20 +9,20 @@ SIZES = {"qkv_tokens": 30, "output_tokens": 40, "ffn_tokens": 88}
 
 
 @pytest.fixture
-def setting() -> Setting:
+def comparison() -> Comparison:
     text = torch.randint(61, (2000,), generator=torch.Generator().manual_seed(0)).numpy()
-    return Setting(text[:1600], text[1600:], length=16, batch_size=2, learning_rate=1e-3)
+    return Comparison(text[:1600], text[1600:], length=16, batch_size=2, learning_rate=1e-3)
 
 
-def test_a_grown_run_goes_on_where_the_smaller_one_stood(setting, make_model):
-    loop = setting.start(make_model("tokenformer"), 5, measurements=2, schedule="constant")
+def test_a_grown_run_goes_on_where_the_smaller_one_stood(comparison, make_model):
+    loop = comparison.start(make_model("tokenformer"), 5, measurements=2, schedule="constant")
     young = train(loop, lambda row: None)
     assert [row["step"] for row in young if "val_loss" in row] == [3, 5]
 
-    grown, seam = setting.grow(loop, 4, measurements=2, **SIZES)
-    assert seam.step == 5
-    assert seam.loss_after == pytest.approx(seam.loss_before, abs=1e-12)
-    assert seam.loss_before == young[-1]["val_loss"]
+    grown, growth = comparison.grow(loop, 4, measurements=2, **SIZES)
+    assert growth.step == 5
+    assert growth.loss_after == pytest.approx(growth.loss_before, abs=1e-12)
+    assert growth.loss_before == young[-1]["val_loss"]
     assert grown.progress == loop.progress
     assert grown.progress.samples == 10
     key = grown.task.model.model.layers[0].ffn.key_tokens
@@ -35,7 +35,7 @@ def test_a_grown_run_goes_on_where_the_smaller_one_stood(setting, make_model):
     assert [row["step"] for row in old] == [6, 7, 8, 9]
     assert old[0]["lr"] > old[-1]["lr"]
     assert key[len(before) :].any(), "new keys learn"
-    cost = setting.step_flops(loop.task.model.config), setting.step_flops(grown.task.model.config)
+    cost = comparison.step_flops(loop.task.model.config), comparison.step_flops(grown.task.model.config)
     assert old[-1]["flops"] == 5 * cost[0] + 4 * cost[1]
     assert loop.progress.step == 5, "the smaller run is left alone"
 

@@ -15,8 +15,8 @@ def test_the_average_is_the_formula_and_training_does_not_see_it():
         decay = min(0.9, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * loop.task.model.get_parameter(name).detach()
         assert row["loss"] == plain_row["loss"]
-    assert torch.allclose(loop.average.tensors[name].double(), expected, atol=1e-6)
-    assert not torch.allclose(loop.average.tensors[name], loop.task.model.get_parameter(name))
+    assert torch.allclose(loop.ema.tensors[name].double(), expected, atol=1e-6)
+    assert not torch.allclose(loop.ema.tensors[name], loop.task.model.get_parameter(name))
 
 
 def test_validation_is_of_the_average_and_leaves_the_weights():
@@ -27,8 +27,8 @@ def test_validation_is_of_the_average_and_leaves_the_weights():
     assert all(torch.equal(p, before[n]) for n, p in loop.task.model.named_parameters())
     with torch.no_grad():
         for name, parameter in loop.task.model.named_parameters():
-            parameter.copy_(loop.average.tensors[name])
-    loop.average = None
+            parameter.copy_(loop.ema.tensors[name])
+    loop.ema = None
     assert loop.validate() == averaged
     with torch.no_grad():
         for name, parameter in loop.task.model.named_parameters():
@@ -40,7 +40,7 @@ def test_a_problem_in_the_block_gives_the_weights_back():
     loop = make_loop(ema=0.5, steps=3)
     train(loop, lambda row: None)
     before = loop.task.model.model.embed_tokens.weight.clone()
-    with contextlib.suppress(KeyError), loop.averaged():
+    with contextlib.suppress(KeyError), loop.ema_weights():
         assert not torch.equal(loop.task.model.model.embed_tokens.weight, before)
         raise KeyError
     assert torch.equal(loop.task.model.model.embed_tokens.weight, before)

@@ -91,9 +91,9 @@ def test_a_run_learns_reports_and_exports(tmp_path: Path, capsys: Any) -> None:
     assert model.config.id2label[7] == "7"
     processor = AutoImageProcessor.from_pretrained(out / "model")
     from tokenformer.data.image_sources import load_test_images
-    from tokenformer.evaluate.classification import classify
+    from tokenformer.evaluate.classification import measure_accuracy
 
-    found = classify(model.eval(), processor, load_test_images("digits")[0])
+    found = measure_accuracy(model.eval(), processor, load_test_images("digits")[0])
     assert found.top_1 == pytest.approx(rows[-1]["val_accuracy"])
     assert found.loss == pytest.approx(rows[-1]["val_loss"], rel=1e-4)
 

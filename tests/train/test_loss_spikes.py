@@ -23,7 +23,7 @@ def test_a_spike_is_measured_against_the_last_losses():
 
 def test_small_losses_may_differ_by_more_than_the_factor():
     """As those of a classifier that is nearly always right: these were seen."""
-    watch = SpikeDetector(factor=3, least=math.log(10) / 2, window=4)
+    watch = SpikeDetector(factor=3, min_loss=math.log(10) / 2, window=4)
     for loss in (0.003, 0.012, 0.002, 0.005, 0.037, 0.319, 0.004, 0.003, 0.002, 1.1):
         assert watch.problem(loss, 1.0) is None
     for _ in range(4):

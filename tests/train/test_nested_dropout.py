@@ -22,19 +22,20 @@ def test_every_share_gets_its_part():
     assert all(900 < count < 1100 for count in counts.values())
 
 
-def test_apply_sets_every_layer(make_config):
+def test_every_layer_is_restricted_within_the_block(make_config):
     model = tokenformer.TokenformerForCausalLM(make_config("tokenformer"))
     nested = NestedDropout()
     for step in range(8):
-        share = nested.apply(model, step)
-        assert share == nested.share(step)
-        assert model.model.layers[1].ffn.active_tokens == 44 * share
-        assert model.model.layers[0].attention.o.active_tokens == 20 * share
+        with nested.active(model, step) as share:
+            assert share == nested.share(step)
+            assert model.model.layers[1].ffn.active_tokens == 44 * share
+            assert model.model.layers[0].attention.o.active_tokens == 20 * share
+        assert model.model.layers[1].ffn.active_tokens is None
 
 
 @pytest.mark.parametrize(
     ("shares", "told"),
-    [((0.5,), "must have 1.0 among them"), ((0.0, 1.0), "shares=0.0"), ((1.5, 1.0), "shares=1.5")],
+    [((0.5,), "must contain 1.0"), ((0.0, 1.0), "shares=0.0"), ((1.5, 1.0), "shares=1.5")],
 )
 def test_shares_that_cannot_be_are_refused(shares, told):
     with pytest.raises(ValueError, match=told):

@@ -197,7 +197,7 @@ def test_the_model_can_be_loaded_while_the_run_goes_on(corpus, tmp_path):
         if row["step"] == 5:
             held_out["live"] = run.loop.task.model.model.norm.weight.detach().clone()
 
-    run.go(look)
+    run.train(look)
     assert torch.equal(held_out[5], held_out["live"])
 
 
@@ -266,7 +266,7 @@ def poison(run: Run, at: int) -> Any:
 def test_a_nan_stops_the_run_and_names_the_step_and_its_samples(corpus, tmp_path):
     run = make_run(corpus, tmp_path / "run", [])
     with pytest.raises(TrainingError, match="step 8, samples 28 to 31: the loss is nan"):
-        run.go(poison(run, at=7))
+        run.train(poison(run, at=7))
     steps = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
     assert steps == ["step-00000005"]
 
@@ -274,7 +274,7 @@ def test_a_nan_stops_the_run_and_names_the_step_and_its_samples(corpus, tmp_path
 def test_rollback_goes_back_to_the_last_checkpoint_and_on_with_other_samples(corpus, tmp_path):
     reports: list[str] = []
     run = make_run(corpus, tmp_path / "run", reports, on_spike="rollback")
-    run.go(poison(run, at=7))
+    run.train(poison(run, at=7))
     assert reports == ["step 8, samples 28 to 31: the loss is nan; rolled back to step 5"]
     assert run.loop.progress.step == 24
     assert run.loop.progress.samples == (24 + 3) * 4  # steps 6 to 8 were made again, with new ones
@@ -285,7 +285,7 @@ def test_skipping_for_ever_is_given_up(corpus, tmp_path):
     reports: list[str] = []
     run = make_run(corpus, tmp_path / "run", reports, on_spike="skip")
     with pytest.raises(TrainingError, match="11 such steps in a row"):
-        run.go(poison(run, at=2))
+        run.train(poison(run, at=2))
     assert len(reports) == 10
     assert reports[0].endswith("the loss is nan; skipped")
 

@@ -22,7 +22,7 @@ from tokenformer.train.run import Run
 def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of six steps with two checkpoints."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    make_run(corpus, out, [], steps=6, checkpoint_every=3).go(lambda row: None)
+    make_run(corpus, out, [], steps=6, checkpoint_every=3).train(lambda row: None)
     return out
 
 
@@ -104,7 +104,7 @@ def test_the_first_export_comes_after_the_first_checkpoint(corpus, tmp_path, mon
         export()
 
     monkeypatch.setattr(run, "export", look)
-    run.go(lambda row: None)
+    run.train(lambda row: None)
     assert 3 in seen[0]
 
 
@@ -119,10 +119,10 @@ def test_the_checkpoint_resumed_from_outlives_a_damaged_newer_one(corpus, copy, 
     run = again(corpus, copy, steps=8, checkpoint_every=1, keep_last=1, log_to=[])
 
     with pytest.raises(CheckpointError, match="holds a NaN"):  # a save that fails
-        run.go(poison(run, at=stop))
+        run.train(poison(run, at=stop))
     good = checkpoint.latest(copy / "checkpoints", report=lambda line: None)
     assert good == copy / "checkpoints" / f"step-{stop - 1:08d}"
-    again(corpus, copy, steps=8, checkpoint_every=1, keep_last=1, log_to=[]).go(lambda row: None)
+    again(corpus, copy, steps=8, checkpoint_every=1, keep_last=1, log_to=[]).train(lambda row: None)
     assert [row["step"] for row in read_metrics(copy / "metrics.jsonl")] == list(range(1, 9))
 
 
@@ -189,7 +189,7 @@ def test_a_damaged_line_of_metrics_is_left_out_alone(copy):
 def test_a_run_goes_on_with_damaged_metrics(corpus, copy, finished):
     rows = damage(copy / "metrics.jsonl")
     reports: list[str] = []
-    again(corpus, copy, reports, steps=8).go(lambda row: None)
+    again(corpus, copy, reports, steps=8).train(lambda row: None)
     assert len([line for line in reports if "metrics.jsonl" in line]) == 1
     found = read_metrics(copy / "metrics.jsonl")
     assert found[:6] == rows
@@ -223,7 +223,7 @@ def test_a_disk_that_fills_up_ends_a_run_with_one_line(corpus, small_disk):  # n
             fill(small_disk)
 
     with pytest.raises((CheckpointError, TrainingError), match="cannot be written: No space left"):
-        run.go(on_step)
+        run.train(on_step)
     path = checkpoint.latest(out / "checkpoints")
     assert path == out / "checkpoints" / "step-00000006"
 
@@ -231,5 +231,5 @@ def test_a_disk_that_fills_up_ends_a_run_with_one_line(corpus, small_disk):  # n
 
     AutoModelForCausalLM.from_pretrained(out / "model")
     (small_disk / "filler").unlink()
-    again(corpus, out, steps=12, log_to=[]).go(lambda row: None)
+    again(corpus, out, steps=12, log_to=[]).train(lambda row: None)
     assert [row["step"] for row in read_metrics(out / "metrics.jsonl")] == list(range(1, 13))

@@ -112,10 +112,10 @@ def test_frozen_tokens_are_the_same_to_the_bit_and_slow_ones_are_slow(corpus, tm
         folder = tmp_path / str(rate)
         first, second = StageOptions(steps=5), StageOptions(steps=5)
         second.grow = GrowthOptions(**grow, old_rate=rate)
-        make_run(corpus, folder, first).go(lambda row: None)
+        make_run(corpus, folder, first).train(lambda row: None)
         small = tokens(make_run(corpus, folder, first))
         run = make_run(corpus, folder, first, second)
-        run.go(lambda row: None)
+        run.train(lambda row: None)
         for name, after in tokens(run).items():
             before = small[name]
             old, new = after[: len(before)], after[len(before) :]
@@ -131,7 +131,7 @@ def test_frozen_tokens_are_the_same_to_the_bit_and_slow_ones_are_slow(corpus, tm
     folder = tmp_path / "0.0"
     second.grow = GrowthOptions(**grow, old_rate=0.0)
     run = make_run(corpus, folder, first, second, third)
-    run.go(lambda row: None)
+    run.train(lambda row: None)
     for name, after in tokens(run).items():
         if ".ffn." in name:
             assert len(after) == 220
@@ -148,7 +148,7 @@ def test_a_clone_of_frozen_tokens_is_refused(corpus, tmp_path):
         StageOptions(steps=1, grow=GrowthOptions(sizes={"ffn_tokens": 400}, init="clone")),
     ]
     with pytest.raises(TrainingError, match="stage 3 cannot grow: some tokens are frozen"):
-        make_run(corpus, tmp_path / "run", *stages).go(lambda row: None)
+        make_run(corpus, tmp_path / "run", *stages).train(lambda row: None)
 
 
 def test_an_annealed_scale_ends_at_the_number_of_tokens(corpus, tmp_path):
@@ -160,7 +160,7 @@ def test_an_annealed_scale_ends_at_the_number_of_tokens(corpus, tmp_path):
     def note(row: dict[str, float]) -> None:
         scales.append(float(run.loop.task.model.model.layers[0].ffn.scale_tokens))
 
-    run.go(note)
+    run.train(note)
     assert scales == [128.0, 128.0, 146.0, 164.0, 182.0, 200.0, 200.0, 200.0]
     exported = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert exported["scale_tokens"] is None  # each is its number of tokens
@@ -178,14 +178,14 @@ def test_what_is_saved_while_the_scale_moves_has_the_scale_it_had(corpus, tmp_pa
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run.go(interrupt)
+        run.train(interrupt)
     exported = TokenformerForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert exported.model.layers[0].ffn.scale_tokens == 146.0  # a quarter of the way
     state = checkpoint.read_state(tmp_path / "run" / "checkpoints" / "step-00000003")
     assert state["config"]["scale_tokens"]["ffn"][0] == 146.0
     scales = []
     run = make_run(corpus, tmp_path / "run", *stages, checkpoint_every=3)
-    run.go(lambda row: scales.append(float(run.loop.task.model.model.layers[0].ffn.scale_tokens)))
+    run.train(lambda row: scales.append(float(run.loop.task.model.model.layers[0].ffn.scale_tokens)))
     assert scales == [164.0, 182.0, 200.0, 200.0, 200.0]
 
 
@@ -199,7 +199,7 @@ def test_a_transformer_grows_by_ligo_on_the_text_of_the_run(corpus, tmp_path):
     recipe.data.corpus, recipe.data.length = str(corpus), 32
     for name, value in SECTIONS["run"].items():
         setattr(recipe.run, name, value)
-    Run(tmp_path / "run", recipe, TextWorkload(recipe), lambda line: None).go(lambda row: None)
+    Run(tmp_path / "run", recipe, TextWorkload(recipe), lambda line: None).train(lambda row: None)
     assert json.loads((tmp_path / "run" / "growth-2.json").read_text())["method"] == "ligo"
     config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert config["hidden_size"] == 64
@@ -244,7 +244,7 @@ def test_a_checkpoint_grows_with_its_optimizer_into_a_run_that_goes_on(recipe, t
     path = small / "checkpoints" / "step-00000010"
     sizes = ["--qkv_tokens", "48", "--ffn_tokens", "200"]
     main(["grow", str(path), *sizes, "--optimizer_state", "mean", "--out", str(large)])
-    assert "Kept in" in capsys.readouterr().out
+    assert "Saved to" in capsys.readouterr().out
     done = finish(recipe, large, "--run.steps", "14", "--run.ema", "0.9")
     assert done.returncode == 0, done.stderr
     assert [step for step, *_ in losses(large)] == [11, 12, 13, 14]

@@ -55,7 +55,7 @@ def make_recipe(corpus: Path, *, stages: list[StageOptions] = [], **run: Any) ->
 
 def train(recipe: Recipe, out: Path) -> None:
     torch.manual_seed(0)
-    Run(out, recipe, TextWorkload(recipe), lambda line: None).go(lambda row: None)
+    Run(out, recipe, TextWorkload(recipe), lambda line: None).train(lambda row: None)
 
 
 def train_and_go_on(recipe: Recipe, folder: Path) -> None:

@@ -1,18 +1,34 @@
-"""`tokenformer grow`: a trained model becomes a larger one, on disk."""
+"""`tokenformer grow`: write a larger model that starts from a trained one."""
 
 import sys
+from collections.abc import Iterator
 from itertools import cycle
-from json import dumps, loads
+from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tokenformer.cli.model import resolve_folder, resolve_model
+from tokenformer.cli.model import read_config, resolve_folder, resolve_model
 from tokenformer.cli.samples import BATCH_SIZE, LONGEST, check_samples, read_samples
-from tokenformer.errors import InputError
+from tokenformer.errors import CheckpointError, DataError, InputError
 from tokenformer.files import new_folder
 from tokenformer.paths import exists, expand_user, is_local
+from tokenformer.train.options import GrowthOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tokenformer.growth.growth_report import GrowthReport
 
 LIGO, LIGO_STEPS = "ligo", 100
+TOKEN_SIZES = ("qkv_tokens", "output_tokens", "ffn_tokens")
+TRANSFORMER_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+)
+TOKEN_OPTIONS = ("init", "scale", "old_rate", *TOKEN_SIZES)
+TRANSFORMER_OPTIONS = ("method", "data", "steps", *TRANSFORMER_SIZES)
 
 
 def grow_model(
@@ -37,39 +53,41 @@ def grow_model(
     no_verify: bool = False,
     json: bool = False,
 ) -> None:
-    """Make a trained model larger: a TokenFormer by tokens, knowing all it knew; a Transformer too.
+    """Make a trained model larger: a TokenFormer by tokens, a Transformer by one of the baselines.
 
     Args:
         model: A model folder, a run folder, a hub name or a checkpoint of a run. A checkpoint grows
             with its optimizer; --out is then a run that `tokenformer train RECIPE --out` continues.
-        to: The size to grow to: a preset (354m, base, ...), for a TokenFormer of the same width and
-            depth, or the folder of another model.
-        out: A new folder for the grown model, with its tokenizer or image processor and
-            growth.json, the report; it must be given.
-        method: Of a Transformer: net2net, hypercloning and bert2bert_fpi, exact to whole multiples
-            of the width; lemon, exact to any; block_padding, bert2bert_aki and stacking, not exact;
-            ligo, learned on --data. By default net2net.
-        init: How new tokens begin. zero, the default: zero keys, the output is exactly preserved.
-            zero_value: random keys, zero values, exact where many are added. clone: copies of the
-            old, exact. random: the output jumps.
-        scale: frozen, current, anneal or learned; by default as the init needs.
-        qkv_tokens: Instead of --to: tokens of each of the q, k and v projections.
-        output_tokens: Instead of --to: tokens of each output projection.
-        ffn_tokens: Instead of --to: tokens of each feed-forward layer.
-        hidden_size: Instead of --to, of a Transformer: its width; heads and units follow.
-        num_hidden_layers: Instead of --to, of a Transformer: its layers.
-        intermediate_size: Instead of --to, of a Transformer: hidden units of each feed-forward
-            layer.
-        num_attention_heads: Instead of --to, of a Transformer: its heads; the width follows.
-        data: Of --method ligo: a folder made by `tokenformer prepare` to learn on.
-        steps: Of --method ligo: how long it learns; by default 100 steps of 8 sequences.
-        optimizer_state: Of a checkpoint: keep the moments of what was there before (the default),
-            give new entries the mean second moment, or reset all.
-        old_rate: Factor on the learning rate of the tokens that were there before; 0 freezes them.
-        seed: Seed of what is drawn.
+        to: The size to grow to: a preset (354m, base, ...), which for a TokenFormer must have the
+            same width and depth, or the folder of another model.
+        out: A new folder for the grown model, its tokenizer or image processor, and the report,
+            growth.json. Required.
+        method: How a Transformer grows. net2net (the default), hypercloning and bert2bert_fpi are
+            exact at whole multiples of the width, lemon at any width; block_padding, bert2bert_aki
+            and stacking are not exact; ligo is trained on --data.
+        init: How new tokens are initialized. zero (the default) sets the keys to zero and preserves
+            the output exactly; clone copies old tokens, also exact; zero_value (random keys, zero
+            values) is exact if many tokens are added; random changes the output.
+        scale: What happens to the scale: frozen, current, anneal or learned. The default depends on
+            --init.
+        qkv_tokens: Instead of --to, tokens of each of the q, k and v projections.
+        output_tokens: Instead of --to, tokens of each output projection.
+        ffn_tokens: Instead of --to, tokens of each feed-forward layer.
+        hidden_size: Instead of --to, the width of a Transformer; heads and hidden units follow.
+        num_hidden_layers: Instead of --to, the layers of a Transformer.
+        intermediate_size: Instead of --to, the hidden units of each feed-forward layer of a
+            Transformer.
+        num_attention_heads: Instead of --to, the heads of a Transformer; the width follows.
+        data: For --method ligo, a folder made by `tokenformer prepare` to train on.
+        steps: For --method ligo, training steps of 8 sequences; 100 by default.
+        optimizer_state: For a checkpoint: keep the moments of old entries (the default), give new
+            entries the mean second moment of the old, or reset all.
+        old_rate: Factor on the learning rate of the old tokens; 0 freezes them.
+        seed: Seed of the new random weights.
         no_verify: Do not check the weights against checksums.json, nor for NaN and inf.
         json: Print the report as JSON.
     """
+    given = {name: value for name, value in locals().items() if value is not None}
     if out is None:
         raise InputError("--out is missing; name a new folder for the grown model")
     is_checkpoint = exists(expand_user(model) / "manifest.json")
@@ -80,65 +98,32 @@ def grow_model(
         raise InputError("--no_verify is for a model folder; a checkpoint is always verified")
     check_samples(data)
     if to is not None and is_local(to):
-        to = resolve_model(to)
-    of_tokens = {
-        "old_rate": old_rate,
-        "init": init,
-        "scale": scale,
-        "qkv_tokens": qkv_tokens,
-        "output_tokens": output_tokens,
-        "ffn_tokens": ffn_tokens,
-    }
-    learned = {} if method != LIGO else ligo_options(source, is_checkpoint, data, steps)
-    for name, value in {"data": data, "steps": steps}.items():
-        if value is not None and method != LIGO:
-            raise InputError(f"--{name} {value} is for --method {LIGO}")
-    of_widths = {
-        "method": method,
-        **learned,
-        "hidden_size": hidden_size,
-        "num_hidden_layers": num_hidden_layers,
-        "intermediate_size": intermediate_size,
-        "num_attention_heads": num_attention_heads,
-    }
+        given["to"] = resolve_model(to)  # a wrong path fails before the slow imports
+    for name in ("data", "steps"):
+        if name in given and method != LIGO:
+            raise InputError(f"--{name} {given[name]} is for --method {LIGO}")
 
     from safetensors import SafetensorError
     from transformers.utils import logging
 
-    from tokenformer.growth.model_folder import grow_folder, grow_transformer_folder
-    from tokenformer.models.configuration import (
-        TokenformerConfig,
-        TokenformerVisionConfig,
-        TransformerConfig,
-    )
-    from tokenformer.models.loading import load_config
+    from tokenformer.train.model_growth import grow_model_folder
+    from tokenformer.train.training_state import grow_checkpoint
 
-    families: dict[type, tuple[Any, dict[str, Any], dict[str, Any]]] = {
-        TokenformerConfig: (grow_folder, of_tokens, of_widths),
-        TokenformerVisionConfig: (grow_folder, of_tokens, of_widths),
-        TransformerConfig: (grow_transformer_folder, of_widths, of_tokens),
-    }
     logging.disable_progress_bar()
     try:
-        if is_checkpoint:
-            state = optimizer_state or "keep"
-            report = grow_run(source, out, to, seed, state, {**of_tokens, **of_widths})
-            show(report, out, json)
-            return
-        family = type(load_config(str(source)))
-        if family not in families:
-            raise InputError(f"{model} holds a model of another kind, {family.model_type}")
-        grow, options, others = families[family]
-        for name, value in others.items():
-            if value is not None:
-                raise InputError(f"--{name} {value} is not for a {family.model_type} model")
-        given = {name: value for name, value in options.items() if value is not None}
-        target = load_config(to) if to and Path(to).is_dir() else to
-        if not isinstance(target, str | None | family):
-            raise InputError(f"--to {to} is a {target.model_type}, {model} a {family.model_type}")
+        options = growth_options(given)
+        config = saved_config(source, is_checkpoint)
+        check_family(given, config)
+        batches = None
+        if method == LIGO:
+            batches = ligo_batches(config, data, options.sizes["steps"])
         with new_folder("--out", out) as folder:
-            report = grow(source, folder, target, seed=seed, verify=not no_verify, **given)
-    except (ValueError, SafetensorError) as error:
+            if is_checkpoint:
+                report = grow_checkpoint(source, folder, options, batches)
+            else:
+                verify = not no_verify
+                report = grow_model_folder(source, folder, options, batches, verify=verify)
+    except (ValueError, SafetensorError, CheckpointError) as error:
         raise InputError(" ".join(str(error).split())) from None
     except OSError as error:
         raise InputError(f"{error.filename or out}: {error.strerror or error}") from None
@@ -147,22 +132,48 @@ def grow_model(
     show(report, out, json)
 
 
-def ligo_options(
-    model: Path, is_checkpoint: bool, data: Path | None, steps: int | None
-) -> dict[str, Any]:
-    """What LiGO learns from, and how long."""
-    from tokenformer.errors import DataError
-    from tokenformer.models.weight_files import read_object
+def growth_options(given: dict[str, Any]) -> GrowthOptions:
+    """Return the options of a stage that grows as the command line says."""
+    named = ("to", "method", "init", "scale", "optimizer_state", "old_rate", "seed")
+    options = {name: given[name] for name in named if name in given}
+    sizes = {name: given[name] for name in TOKEN_SIZES + TRANSFORMER_SIZES if name in given}
+    if given.get("method") == LIGO:
+        sizes["steps"] = given.get("steps", LIGO_STEPS)
+    return GrowthOptions(**options, sizes=sizes)
 
+
+def saved_config(source: Path, is_checkpoint: bool) -> dict[str, Any]:
+    """Return the model configuration of a checkpoint or a model folder."""
+    if not is_checkpoint:
+        return read_config(source)
+
+    from tokenformer.train.checkpoint import read_state
+
+    config: dict[str, Any] = read_state(source, {"config": dict})["config"]
+    return config
+
+
+def check_family(given: dict[str, Any], config: dict[str, Any]) -> None:
+    """Refuse options that do not apply to a model of this configuration."""
+    from tokenformer.models.configuration import TokenConfig
+    from tokenformer.models.model_classes import CONFIG_CLASSES
+
+    kind = config.get("model_type")
+    family = CONFIG_CLASSES.get(str(kind))
+    if family is None:
+        return  # another kind of model: refused where it is loaded
+    others = TRANSFORMER_OPTIONS if issubclass(family, TokenConfig) else TOKEN_OPTIONS
+    for name in others:
+        if name in given:
+            raise InputError(f"--{name} {given[name]} is not for a {kind} model")
+
+
+def ligo_batches(config: dict[str, Any], data: Path | None, steps: int) -> "Iterator[Tensor]":
+    """Return the token ids that LiGO trains on, repeated without end."""
     if data is None:
-        raise InputError(f"--method {LIGO} learns from data; give --data FOLDER")
-    steps = LIGO_STEPS if steps is None else steps
+        raise InputError(f"--method {LIGO} is trained on data; give --data FOLDER")
     if steps < 1:
         raise InputError(f"--steps {steps} must be at least 1")
-    if is_checkpoint:
-        config = loads((model / "state.json").read_text(encoding="utf-8"))["state"]["config"]
-    else:
-        config = read_object(model, "config.json")
     try:
         batches = read_samples(
             data,
@@ -173,29 +184,9 @@ def ligo_options(
         )
     except DataError as error:
         raise InputError(f"--data {data}: {error}") from None
-    return {"batches": cycle(batches), "steps": steps}
+    return cycle(batches)
 
 
-def grow_run(
-    path: Path, out: Path, to: str | None, seed: int, state: str, options: dict[str, Any]
-) -> Any:
-    """A checkpoint to the beginning of a new run."""
-    from tokenformer.errors import CheckpointError
-    from tokenformer.train.options import GrowthOptions
-    from tokenformer.train.training_state import grow_saved
-
-    sizes = {name: value for name, value in options.items() if value is not None}
-    own = {
-        name: sizes.pop(name) for name in ("init", "scale", "method", "old_rate") if name in sizes
-    }
-    told = GrowthOptions(to=to, sizes=sizes, seed=seed, optimizer_state=state, **own)  # type: ignore[arg-type]
-    try:
-        with new_folder("--out", out) as folder:
-            return grow_saved(path, folder, told)
-    except CheckpointError as error:
-        raise InputError(str(error)) from None
-
-
-def show(report: Any, out: Path, json: bool) -> None:
-    text = dumps(report.asdict(), indent=2) if json else f"{report}\nKept in {out}"
+def show(report: "GrowthReport", out: Path, json: bool) -> None:
+    text = dumps(report.asdict(), indent=2) if json else f"{report}\nSaved to {out}"
     sys.stdout.write(text + "\n")

@@ -1,43 +1,51 @@
-"""Models trained side by side: the same text, the same batches, the same optimizer.
+"""Train models side by side: on the same text and batches, with the same optimizer.
 
-    setting = Setting(tokens, held_out, length=256, batch_size=2, learning_rate=1e-3)
-    small = setting.start(model, steps=1000, schedule="constant")
+    comparison = Comparison(tokens, held_out, length=256, batch_size=2, learning_rate=1e-3)
+    small = comparison.start(model, steps=1000, schedule="constant")
     train(small, on_step)
-    grown, seam = setting.grow(small, steps=500, ffn_tokens=2048)
-    assert abs(seam.loss_after - seam.loss_before) < 1e-6
+    grown, growth = comparison.grow(small, steps=500, ffn_tokens=2048)
+    assert abs(growth.loss_after - growth.loss_before) < 1e-6
 
-All of it is in memory; a run that must survive its process grows in stages, see `train/stages.py`.
+Everything stays in memory. A run that must survive its process grows in stages, see `stages`.
 """
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from tokenformer.data.token_ids import TokenSequence
-from tokenformer.growth.grow import grow
-from tokenformer.growth.grown_optimizer import grow_optimizer
+from tokenformer.data.corpus import TokenSequence
 from tokenformer.growth.growth_report import GrowthReport
 from tokenformer.models.accounting import training_flops
 from tokenformer.models.configuration import LanguageConfig
 from tokenformer.train.loop import Loop
-from tokenformer.train.options import OptimizerOptions, RunOptions, ScheduleOptions
+from tokenformer.train.options import (
+    GrowthOptions,
+    OptimizerOptions,
+    RunOptions,
+    ScheduleOptions,
+)
+from tokenformer.train.stages import Stage
 from tokenformer.train.task import LanguageTask
+from tokenformer.train.training_state import TrainingState
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass
-class Seam:
-    """Where a model has grown, and its loss on the same held-out windows before and after."""
+class GrowthStep:
+    """The growth of a model, with its loss on the same held-out samples before and after."""
 
     step: int
-    """The last one before growth."""
+    """The last training step before growth."""
     report: GrowthReport
     loss_before: float
     loss_after: float
 
 
 @dataclass
-class Setting:
-    """What compared runs share."""
+class Comparison:
+    """The data and options that the compared models share."""
 
     tokens: TokenSequence
     held_out: TokenSequence
@@ -50,44 +58,42 @@ class Setting:
 
     def start(
         self,
-        model: Any,
+        model: "PreTrainedModel",
         steps: int,
         *,
         measurements: int = 10,
         schedule: Literal["cosine", "constant"] = "cosine",
     ) -> Loop:
-        """A training from the first sample on; its held-out loss is measured now and then."""
-        task = LanguageTask(model, self.tokens, self.held_out, length=self.length, seed=self.seed)
-        warmup_steps = min(self.warmup_steps, steps)
-        return Loop(
-            task,
-            OptimizerOptions(learning_rate=self.learning_rate),
-            ScheduleOptions(kind=schedule, warmup_steps=warmup_steps),
-            RunOptions(
-                steps=steps,
-                batch_size=self.batch_size,
-                validate_every=math.ceil(steps / measurements),
-                validation_sequences=self.validation_sequences,
-            ),
+        """Return a loop that starts at the first sample and validates `measurements` times."""
+        run = RunOptions(
+            steps=steps,
+            batch_size=self.batch_size,
+            validate_every=math.ceil(steps / measurements),
+            validation_sequences=self.validation_sequences,
         )
+        warmup_steps = min(self.warmup_steps, steps)
+        stage = Stage(0, 0, self.optimizer, ScheduleOptions(schedule, warmup_steps), run)
+        return Loop.from_stage(self.task(model), stage)
 
     def grow(
         self, before: Loop, steps: int, *, measurements: int = 10, **sizes: Any
-    ) -> tuple[Loop, Seam]:
-        """The grown model's training, from where `before` stands: the next samples, the optimizer
-        with what it knows, and a rate that begins where it is and falls."""
-        larger, report = grow(before.task.model, init="zero", seed=self.seed, **sizes)
+    ) -> tuple[Loop, GrowthStep]:
+        """Return a loop that continues `before` with a grown model: with the next samples, the
+        optimizer state and a learning rate that falls from its present value."""
+        options = GrowthOptions(sizes=sizes, seed=self.seed)
+        grown, report = TrainingState.from_loop(before).grow(options)
         first = before.progress.step
-        after = Loop(
-            LanguageTask(larger, self.tokens, self.held_out, length=self.length, seed=self.seed),
-            OptimizerOptions(learning_rate=self.learning_rate),
-            ScheduleOptions(kind="cosine", warmup_steps=0),
-            replace(before.run, steps=steps, validate_every=math.ceil(steps / measurements)),
-            first_step=first,
-        )
-        after.optimizer = grow_optimizer(before.optimizer, report)
-        after.progress = replace(before.progress)
-        return after, Seam(first, report, before.validate(), after.validate())
+        run = replace(before.run, steps=steps, validate_every=math.ceil(steps / measurements))
+        stage = Stage(1, first, self.optimizer, ScheduleOptions(warmup_steps=0), run, options)
+        after = grown.make_loop(self.task(grown.model), stage)
+        return after, GrowthStep(first, report, before.validate(), after.validate())
+
+    @property
+    def optimizer(self) -> OptimizerOptions:
+        return OptimizerOptions(learning_rate=self.learning_rate)
+
+    def task(self, model: "PreTrainedModel") -> LanguageTask:
+        return LanguageTask(model, self.tokens, self.held_out, length=self.length, seed=self.seed)
 
     def step_flops(self, config: LanguageConfig) -> int:
         return self.batch_size * sum(training_flops(config, self.length).values())

@@ -1,7 +1,7 @@
-"""A moving average of the weights (EMA): where there is one, it is validated and exported.
+"""An exponential moving average (EMA) of the weights. If there is one, it is validated and exported.
 
-Early on the average forgets faster, so that it does not drag the fresh weights along: at step t its
-decay is at most (1 + t) / (10 + t).
+At step t the decay is at most (1 + t) / (10 + t), so that the average does not hold on to the
+random weights of the first steps.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from tokenformer.train.parallel.mesh import by_mesh
+from tokenformer.train.parallel.mesh import group_by_mesh
 
 
 class WeightEMA:
@@ -23,33 +23,34 @@ class WeightEMA:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after optimizer step number `step`, counted from 1."""
+        """Add the weights after optimizer step `step`, counted from 1."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        averages, weights = by_mesh(self.tensors.values()), by_mesh(self.parameters.values())
-        for some, fresh in zip(averages, weights, strict=True):
-            torch._foreach_lerp_(some, [*fresh], 1.0 - decay)
+        averages = group_by_mesh(self.tensors.values())
+        weights = group_by_mesh(self.parameters.values())
+        for old, new in zip(averages, weights, strict=True):
+            torch._foreach_lerp_(old, [*new], 1.0 - decay)
 
     @torch.no_grad()
-    def restart(self) -> None:
-        """Begin again at the weights of now."""
+    def reset(self) -> None:
+        """Restart the average at the current weights."""
         for name, parameter in self.parameters.items():
             self.tensors[name].copy_(parameter)
 
-    def stored(self) -> dict[str, Tensor]:
-        """By the names that a checkpoint keeps them under."""
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the averages, named as in a checkpoint."""
         return {f"ema.{name}": tensor for name, tensor in self.tensors.items()}
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """The model with the average as its weights, for the length of a block."""
-        aside = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
-        self.fill(self.tensors)
+    def applied(self) -> Iterator[None]:
+        """Swap the averages into the model within the block."""
+        weights = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        self.copy_to_model(self.tensors)
         try:
             yield
         finally:
-            self.fill(aside)
+            self.copy_to_model(weights)
 
     @torch.no_grad()
-    def fill(self, tensors: dict[str, Tensor]) -> None:
+    def copy_to_model(self, tensors: dict[str, Tensor]) -> None:
         for name, parameter in self.parameters.items():
             parameter.copy_(tensors[name])

@@ -6,7 +6,6 @@ from tokenformer.data.image_batches import ImageReader
 from tokenformer.data.image_sources import all_splits, load_images
 from tokenformer.data.images import ImageSet
 from tokenformer.errors import DataError
-from tokenformer.models.catalogue import MODELS, blank
 from tokenformer.models.configuration import (
     TokenformerVisionConfig,
     TransformerVisionConfig,
@@ -14,6 +13,7 @@ from tokenformer.models.configuration import (
 )
 from tokenformer.models.image_processing import TokenformerImageProcessor
 from tokenformer.models.loading import load_for_training
+from tokenformer.models.model_classes import MODEL_CLASSES, build_on_meta
 from tokenformer.train.image_task import ImageTask
 from tokenformer.train.options import Recipe
 from tokenformer.train.recipe_inputs import check_model_options
@@ -57,7 +57,7 @@ class ImageWorkload:
         options = self.recipe.model
         config_class = IMAGE_FAMILIES[options.family]
         if options.start_from is not None:
-            return self.loaded(options.start_from, MODELS[config_class])
+            return self.loaded(options.start_from, MODEL_CLASSES[config_class])
         for name in ("num_labels", "num_classes"):
             wanted = options.options.get(name, len(self.classes))
             if wanted != len(self.classes):
@@ -73,7 +73,7 @@ class ImageWorkload:
             native = {"image_size": min(height, width), "num_channels": channels}
             config = config_class(**{**native, **given})
         check_model_options(options.options, config_class)
-        return blank(config)
+        return build_on_meta(config)
 
     @property
     def class_names(self) -> dict[str, Any]:
@@ -94,6 +94,9 @@ class ImageWorkload:
             )
         model.config.update(self.class_names)
         return model
+
+    def token_batches(self) -> None:
+        """There is no text to learn growth on."""
 
     def preprocessor(self, model: Any) -> TokenformerImageProcessor:
         """What the model's images go through, kept beside it."""

@@ -1,22 +1,22 @@
-"""The training loop: a task and options in, a trained model and a row of metrics per step out.
+"""The training loop: takes a task and options, trains the model, yields a row of metrics per step.
 
-Each step takes the next `batch_size` samples by their number. A rank takes its slice of them, in
-micro-batches; losses are summed over all and divided once, so they do not depend on how many ranks
-or micro-batches there were. What must outlive the process is in `Progress` and the tensors of model
-and optimizer; `run` saves and restores them between steps.
+Each step takes the next `batch_size` samples by index. Each rank processes its slice of them in
+micro-batches. Losses are summed over the whole batch and divided once, so they do not depend on the
+number of ranks or micro-batches. `state_dict` and the tensors of model, optimizer and EMA are all
+that a resumed loop needs; `run` saves and restores them between steps.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from tokenformer.growth.tokens.prefix import set_active_share
 from tokenformer.train.ema import WeightEMA
 from tokenformer.train.loss_spikes import SpikeDetector
 from tokenformer.train.memory import check_memory, explained_memory
@@ -27,14 +27,16 @@ from tokenformer.train.options import OptimizerOptions, RunOptions, ScheduleOpti
 from tokenformer.train.parallel.distribute import (
     device,
     distribute,
-    gather_anew,
-    hold_gradients,
-    largest,
-    total,
+    gradient_sync,
+    max_over_ranks,
+    reshard,
+    sum_over_ranks,
 )
 from tokenformer.train.parallel.mesh import make_mesh
 from tokenformer.train.row_rates import RowRates
+from tokenformer.train.scale_anneal import ScaleAnneal
 from tokenformer.train.schedule import rate_factor
+from tokenformer.train.stages import Stage
 from tokenformer.train.task import Task
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,8 +44,8 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Progress:
-    """How far a run is, over all its stages. Samples are counted apart from steps, since a skipped
-    or rolled-back step uses samples up."""
+    """Counters of a run over all its stages. Samples are counted separately from steps because a
+    skipped or rolled-back step consumes samples too."""
 
     step: int = 0
     samples: int = 0
@@ -61,8 +63,13 @@ class Loop:
         run: RunOptions,
         *,
         first_step: int = 0,
+        anneal_steps: int | None = None,
     ) -> None:
-        """`first_step`: steps of earlier stages; `progress` counts them, the schedule does not."""
+        """
+        Args:
+            first_step: Steps of earlier stages; `progress` counts them, the schedule does not.
+            anneal_steps: Steps over which the scales move to the numbers of tokens, if they do.
+        """
         self.task, self.run, self.schedule = task, run, schedule
         self.first_step, self.last_step = first_step, first_step + run.steps
         self.peak_rate, self.clip_norm = optimizer.learning_rate, optimizer.clip_norm
@@ -77,17 +84,17 @@ class Loop:
         if run.activation_checkpointing:
             task.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.module = distribute(task.model, task.module, run.parallel, run.seed, self.mesh)
+        task.model.train()
         self.optimizer = make_optimizer(task.model, optimizer)
-        self.rows = RowRates(task.model)
-        self.average = WeightEMA(task.model, run.ema) if run.ema is not None else None
-        self.call = torch.compile(self.module) if run.compile else self.module
-        # fp16 gradients underflow; they are computed of a loss made larger, and divided again.
+        self.row_rates = RowRates(task.model)
+        self.anneal = None if anneal_steps is None else ScaleAnneal(task.model, anneal_steps)
+        self.ema = WeightEMA(task.model, run.ema) if run.ema is not None else None
+        self.compiled_module = torch.compile(self.module) if run.compile else self.module
+        # fp16 gradients underflow: the loss is scaled up and the gradients are scaled back.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=run.precision == "fp16")
-        self.watch = SpikeDetector(run.spike_factor, least=task.chance_loss / 2)
+        self.spikes = SpikeDetector(run.spike_factor, min_loss=task.chance_loss / 2)
         self.progress = Progress(step=first_step)
         self.nested = None if run.nested is None else NestedDropout(tuple(run.nested), run.seed)
-        self.before_step: list[Callable[[int], None]] = []
-        """Called with the number of the step, counted from 1 in this stage, before it is made."""
         share = run.batch_size // self.ranks.count
         self.micro_batch_size = min(run.micro_batch_size or share, share)
         check_memory(task.least_activation_bytes, self.micro_batch_size, run, self.device)
@@ -97,10 +104,51 @@ class Loop:
             else []
         )
 
-    def steps(self) -> Iterator[Row]:
-        """Train from where `progress` stands to the last step, yielding a row after each.
+    @classmethod
+    def from_stage(cls, task: Task, stage: Stage) -> "Loop":
+        return cls(
+            task,
+            stage.optimizer,
+            stage.schedule,
+            stage.run,
+            first_step=stage.first_step,
+            anneal_steps=stage.anneal_steps,
+        )
 
-        A row with a `problem` was not stepped: the weights are as before, the samples used up.
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything but tensors that a resumed loop needs, as JSON values."""
+        return {
+            "step": self.progress.step,
+            "config": self.task.model.config.to_dict(),
+            "progress": asdict(self.progress),
+            "recent": list(self.spikes.recent),
+            "scaler": self.scaler.state_dict(),
+            "scales_began": None if self.anneal is None else self.anneal.start,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict()` of a loop whose model has the same configuration."""
+        self.progress = Progress(**state["progress"])
+        self.spikes.recent.clear()
+        self.spikes.recent.extend(state["recent"])
+        if self.scaler.is_enabled() and state["scaler"]:  # empty unless saved by an fp16 run
+            self.scaler.load_state_dict(state["scaler"])
+        if self.anneal is not None and state.get("scales_began") is not None:
+            self.anneal.start = state["scales_began"]
+
+    def update_config(self) -> None:
+        """Store annealed scales in the model's config and, after the last step, in its layers."""
+        if self.anneal is not None:
+            if self.progress.step >= self.last_step:
+                self.anneal.finish()
+            else:
+                self.anneal.update_config()
+
+    def steps(self) -> Iterator[Row]:
+        """Train to the last step, yielding a row after each.
+
+        A row with a `problem` is of a step that was not taken: the weights are unchanged, but its
+        samples are consumed.
         """
         self.task.model.train()
         while self.progress.step < self.last_step:
@@ -109,35 +157,32 @@ class Loop:
     def step(self) -> Row:
         start = time.perf_counter()
         step = self.progress.step + 1
-        for prepare in self.before_step:
-            prepare(step - self.first_step)
+        if self.anneal is not None:
+            self.anneal(step - self.first_step)
         rate = self.rate(step)
         set_rate(self.optimizer, rate)
-        if self.nested is not None:
-            self.nested.apply(self.task.model, step)
-        with explained_memory(self.micro_batch_size, self.device):
-            loss, norm = self.gradients()
-        if self.nested is not None:
-            set_active_share(self.task.model, None)
+        nested = nullcontext() if self.nested is None else self.nested.active(self.task.model, step)
+        with nested, explained_memory(self.micro_batch_size, self.device):
+            loss, norm = self.compute_gradients()
         self.progress.samples += self.run.batch_size
         self.progress.tokens += self.run.batch_size * self.task.tokens_per_sample
         self.progress.flops += self.run.batch_size * self.task.flops_per_sample
         row: Row = {"step": step, "loss": loss, "lr": rate, "gradient_norm": norm}
-        problem = self.watch.problem(loss, norm)
+        problem = self.spikes.problem(loss, norm)
         if problem is None:
-            with self.rows.at_their_rates():
+            with self.row_rates.scale_update():
                 self.scaler.step(self.optimizer)
             self.scaler.update()
             self.progress.step = step
-            if self.average is not None:
-                self.average.update(step)
+            if self.ema is not None:
+                self.ema.update(step)
         else:
             row["problem"] = problem
         self.optimizer.zero_grad()
         row["tokens"], row["flops"] = self.progress.tokens, self.progress.flops
-        if problem is None and self.is_validated(step):
+        if problem is None and self.should_validate(step):
             with explained_memory(self.micro_batch_size, self.device):
-                means = self.measure()
+                means = self.held_out_means()
             row["val_loss"] = means[0]
             row |= self.task.describe(*means)
         self.progress.seconds += time.perf_counter() - start
@@ -145,21 +190,23 @@ class Loop:
         return row
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step of the run."""
+        """Return the learning rate of a step of the run."""
         return self.peak_rate * rate_factor(step - self.first_step, self.run.steps, self.schedule)
 
-    def is_validated(self, step: int) -> bool:
+    def should_validate(self, step: int) -> bool:
         every = self.run.validate_every
         return every > 0 and (step % every == 0 or step == self.last_step)
 
-    def gradients(self) -> tuple[float, float]:
-        """Clipped gradients of the next global batch; returns its loss and their norm before."""
+    def compute_gradients(self) -> tuple[float, float]:
+        """Compute and clip the gradients of the next global batch; return its loss and the norm
+        before clipping."""
         while True:
             loss = self.accumulate(self.progress.samples)
             self.scaler.unscale_(self.optimizer)
-            self.rows.mask_gradients()
+            self.row_rates.mask_gradients()
             norm = self.clip()
-            # In fp16 a norm that is not finite means that the loss was made too large: less, then.
+            # In fp16 a norm that is not finite may come from a loss scale that is too large: retry
+            # with a smaller one.
             too_large = self.scaler.is_enabled() and self.scaler.get_scale() > 1
             if math.isfinite(norm) or not (too_large and math.isfinite(loss)):
                 return loss, norm
@@ -168,7 +215,7 @@ class Loop:
             self.optimizer.zero_grad()
 
     def accumulate(self, first_sample: int) -> float:
-        """Gradients of the mean loss of the global batch; returns that loss."""
+        """Accumulate the gradients of the mean loss of the global batch; return that loss."""
         share = self.run.batch_size // self.ranks.count
         begin = first_sample + self.ranks.index * share
         tokens = self.run.batch_size * self.task.tokens_per_sample
@@ -176,47 +223,47 @@ class Loop:
         for offset in range(0, share, self.micro_batch_size):
             count = min(self.micro_batch_size, share - offset)
             batch = self.task.batch(begin + offset, count).to(self.device)
-            self.expect(begin, offset + count, share)
-            with hold_gradients(self.module, hold=offset + count < share):
+            self.prefetch(begin, offset + count, share)
+            with gradient_sync(self.module, enabled=offset + count == share):
                 with self.autocast():
-                    loss: Tensor = self.call(batch)
+                    loss: Tensor = self.compiled_module(batch)
                 # DDP and FSDP average over the ranks; the mean over the batch needs their sum.
                 self.scaler.scale(loss * (self.ranks.count / tokens)).backward()
             summed += loss.item()
-        return self.agreed(total(summed, self.ranks) / tokens)
+        return self.same_on_tensor_ranks(sum_over_ranks(summed, self.ranks) / tokens)
 
-    def agreed(self, number: float) -> float:
-        """The same for all that share tokens: what it decides, they decide together, and on a GPU
-        their own may differ in the last digits."""
+    def same_on_tensor_ranks(self, number: float) -> float:
+        """Return the first rank's number on all ranks that share tokens, so that they decide alike:
+        on a GPU their own results may differ in the last digits."""
         shared = self.mesh.tensor
         return number if shared is None else shared.share(number)
 
-    def expect(self, begin: int, done: int, share: int) -> None:
-        """Tell the task what comes after `done` samples of this rank's share of a batch."""
+    def prefetch(self, begin: int, done: int, share: int) -> None:
+        """Ask the task to prepare the micro-batch after `done` samples of this rank's share."""
         if done < share:
-            self.task.expect(begin + done, min(self.micro_batch_size, share - done))
+            self.task.prefetch(begin + done, min(self.micro_batch_size, share - done))
         else:
-            self.task.expect(begin + self.run.batch_size, min(self.micro_batch_size, share))
+            self.task.prefetch(begin + self.run.batch_size, min(self.micro_batch_size, share))
 
     def clip(self) -> float:
         limit = self.clip_norm if self.clip_norm is not None else float("inf")
-        return self.agreed(clip_gradients(self.task.model, limit))
+        return self.same_on_tensor_ranks(clip_gradients(self.task.model, limit))
 
     def validate(self) -> float:
-        """Mean loss over the held-out samples."""
-        return self.measure()[0]
+        """Return the mean loss over the held-out samples."""
+        return self.held_out_means()[0]
 
     @torch.no_grad()
-    def measure(self) -> list[float]:
-        """Mean loss over the held-out samples, and the other means of the task, if any. The ranks
-        share the work."""
+    def held_out_means(self) -> list[float]:
+        """Return the mean loss over the held-out samples, then the task's other means, if any. The
+        ranks share the work."""
         self.task.model.eval()
         sums: list[float] = []
         samples = sum(len(batch) for batch in self.held_out)
-        with self.averaged():
-            for place, batch in enumerate(self.held_out):
-                # Every rank calls the model equally often: sharded models wait for each other.
-                mine = place % self.ranks.count == self.ranks.index
+        with self.ema_weights():
+            for index, batch in enumerate(self.held_out):
+                # Every rank calls a sharded model equally often: the ranks wait for each other.
+                mine = index % self.ranks.count == self.ranks.index
                 if mine or isinstance(self.module, FSDPModule):
                     with self.autocast():
                         found = self.module(batch.to(self.device)).reshape(-1).tolist()
@@ -224,20 +271,20 @@ class Loop:
                         before = sums or [0.0] * len(found)
                         sums = [a + b for a, b in zip(before, found, strict=True)]
         self.task.model.train()
-        sums += [0.0] * (largest(len(sums)) - len(sums))  # of a rank that had nothing to do
+        sums += [0.0] * (max_over_ranks(len(sums)) - len(sums))  # on a rank without batches
         count = samples * self.task.tokens_per_sample
-        return [total(one, self.ranks) / count for one in sums]
+        return [sum_over_ranks(one, self.ranks) / count for one in sums]
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """The model as it is validated and exported: with the average of its weights, if any."""
-        if self.average is None:
+    def ema_weights(self) -> Iterator[None]:
+        """Give the model its EMA weights, if there are any, for validation or export."""
+        if self.ema is None:
             yield
             return
-        with self.average.in_place():
-            gather_anew(self.module)
+        with self.ema.applied():
+            reshard(self.module)
             yield
-        gather_anew(self.module)
+        reshard(self.module)
 
     def autocast(self) -> AbstractContextManager[None]:
         dtype = PRECISIONS.get(self.run.precision)
@@ -245,7 +292,7 @@ class Loop:
 
 
 def train(loop: Loop, on_step: Callable[[Row], None]) -> list[Row]:
-    """Run a loop to its end, with nothing kept on disk; a problem stops it."""
+    """Run a loop to its last step without writing to disk; raise at a step with a problem."""
     rows = []
     for row in loop.steps():
         if "problem" in row:

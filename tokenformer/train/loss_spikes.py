@@ -1,4 +1,4 @@
-"""Losses and gradients that went wrong: not finite, or far above what came before."""
+"""Detection of steps that went wrong: a loss or gradient that is not finite, or a loss spike."""
 
 import math
 from collections import deque
@@ -6,25 +6,25 @@ from statistics import mean
 
 
 class SpikeDetector:
-    """Compares each loss with the mean of the last ones; the first few are only watched.
+    """Compares each loss with the mean of the last `window` ones.
 
-    A loss that is nearly zero, as of a classifier, is easily ten times as large in the next batch;
-    so a spike is also above `least`, such as half of what guessing costs.
+    Nothing is a spike before the window is full, or at a loss of at most `min_loss`: a classifier's
+    loss is close to zero and can be ten times larger in the next batch.
     """
 
-    def __init__(self, factor: float, least: float = 0.0, window: int = 20) -> None:
-        self.factor, self.least = factor, least
+    def __init__(self, factor: float, min_loss: float = 0.0, window: int = 20) -> None:
+        self.factor, self.min_loss = factor, min_loss
         self.recent: deque[float] = deque(maxlen=window)
 
     def problem(self, loss: float, gradient_norm: float) -> str | None:
-        """What is wrong with a step, or None; only healthy losses are remembered."""
+        """Return what is wrong with a step, or None. Only healthy losses enter the window."""
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         if not math.isfinite(gradient_norm):
             return f"the norm of the gradient is {gradient_norm}"
-        full = len(self.recent) == self.recent.maxlen
-        if full and loss > max(self.least, self.factor * mean(self.recent)):
+        if len(self.recent) == self.recent.maxlen:
             usual = mean(self.recent)
-            return f"the loss is {loss:.3f}, more than {self.factor:g} times the usual {usual:.3f}"
+            if loss > max(self.min_loss, self.factor * usual):
+                return f"the loss is {loss:.3f}, more than {self.factor:g} times the usual {usual:.3f}"
         self.recent.append(loss)
         return None

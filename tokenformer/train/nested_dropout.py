@@ -1,18 +1,22 @@
-"""Nested dropout over tokens: every step trains a prefix of them, so that prefixes work alone.
+"""Nested dropout over tokens: each step trains a random prefix of them, so that prefixes work alone.
 
     nested = NestedDropout(shares=(0.25, 0.5, 0.75, 1.0), seed=0)
-    nested.apply(model, step)                       # before the forward pass of that step
+    with nested.active(model, step):
+        loss = model(...)                           # forward and backward on the prefix
+        loss.backward()
 
-The first tokens take part in every step and learn to do without the rest; the rest learn to add to
-them (Rippel et al., 2014, https://arxiv.org/abs/1402.0915, for the units of a hidden layer). Which
-share a step trains follows from the seed and the step alone: a resumed run takes the same, and so
-does every process of it. Validate with `set_active_share(model, None)`, or at each share.
+The first tokens take part in every step and learn to work without the rest; the rest learn to
+improve on them (Rippel et al., 2014, https://arxiv.org/abs/1402.0915, for the units of a hidden
+layer). The share depends only on seed and step, so it is the same on every rank and after a resume.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-from tokenformer.growth.tokens.prefix import set_active_share
+from torch import nn
+
+from tokenformer.growth.tokens.prefix import active_share
 from tokenformer.growth.tokens.token_counts import check_share
 from tokenformer.models.seeds import named_seed
 
@@ -20,7 +24,7 @@ from tokenformer.models.seeds import named_seed
 @dataclass(frozen=True)
 class NestedDropout:
     shares: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
-    """Of the tokens of every layer, drawn with equal chances; 1 belongs to them, or the last
+    """Shares of the tokens of every layer, sampled uniformly. Must contain 1: otherwise the last
     tokens are never trained."""
     seed: int = 0
 
@@ -28,14 +32,15 @@ class NestedDropout:
         for share in self.shares:
             check_share("shares", share)
         if 1.0 not in self.shares:
-            raise ValueError(f"shares={self.shares} must have 1.0 among them")
+            raise ValueError(f"shares={self.shares} must contain 1.0")
 
     def share(self, step: int) -> float:
-        """The share that `step` trains."""
+        """Return the share of the tokens that `step` trains."""
         return self.shares[named_seed(self.seed, f"nested dropout {step}") % len(self.shares)]
 
-    def apply(self, model: Any, step: int) -> float:
-        """Set the active tokens of every layer for `step`; returns their share."""
+    @contextmanager
+    def active(self, model: nn.Module, step: int) -> Iterator[float]:
+        """Restrict every layer to the share of `step` within the block; yields the share."""
         share = self.share(step)
-        set_active_share(model, share)
-        return share
+        with active_share(model, share):
+            yield share

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from tokenformer.layers.pattention import Pattention
 from tokenformer.train.options import OptimizerOptions
-from tokenformer.train.parallel.mesh import by_mesh, mesh_of
+from tokenformer.train.parallel.mesh import group_by_mesh, mesh_of
 
 
 def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.Optimizer:
@@ -51,7 +51,7 @@ def first_scales(model: nn.Module) -> dict[str, float]:
     """What learned scales begin with. AdamW moves every number by about the rate; a scale is in the
     hundreds or thousands, and is to move by that share of itself."""
     return {
-        f"{name}.scale_tokens": module.first_scale
+        f"{name}.scale_tokens": module.initial_scale
         for name, module in model.named_modules()
         if isinstance(module, Pattention) and isinstance(module.scale_tokens, nn.Parameter)
     }
@@ -72,7 +72,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 def clip_gradients(model: nn.Module, limit: float) -> float:
     """Shorten the gradient of all parameters together to `limit`; returns its norm before."""
-    groups = by_mesh(p for p in model.parameters() if p.grad is not None)
+    groups = group_by_mesh(p for p in model.parameters() if p.grad is not None)
     norms = []
     for group in groups:
         norm = nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])

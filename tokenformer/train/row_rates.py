@@ -1,26 +1,29 @@
-"""Tokens that learn at a rate of their own, though they share a tensor with others.
+"""Learning rates of single tokens, which share a parameter tensor with others.
 
-Growth can leave old tokens frozen, or slow, beside new ones (`config.token_rates`). A row of rate 0
-is the same to the last bit after a step, weight decay included; its gradient counts for nothing.
-A row of rate r goes r of the way that the optimizer would have taken it.
+After growth the old tokens can be frozen, or learn more slowly than the new ones
+(`config.token_rates`). A row of rate r moves by r times the optimizer's update, weight decay
+included. A row of rate 0 does not change by a bit, and its gradient does not count in the norm.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tokenformer.growth.tokens.token_set import token_layers
-from tokenformer.train.parallel.meta_init import part_of
+from tokenformer.train.parallel.meta_init import shard_like
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class RowRates:
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: "PreTrainedModel") -> None:
         self.rates: list[tuple[nn.Parameter, Tensor]] = []
-        """Parameters with rows of their own rates, [n, 1], spread as the parameter is."""
+        """Parameters with the rates of their rows, [n, 1], sharded like the parameter."""
         rate_of = getattr(model.config, "row_rates", None)
         if rate_of is None:
             return
@@ -28,7 +31,7 @@ class RowRates:
             rates = rate_of(*place)
             if rates is not None:
                 for parameter in (layer.key_tokens, layer.value_tokens):
-                    self.rates.append((parameter, spread(rates, parameter)))
+                    self.rates.append((parameter, rate_column(rates, parameter)))
 
     def mask_gradients(self) -> None:
         for parameter, rates in self.rates:
@@ -36,8 +39,8 @@ class RowRates:
                 parameter.grad.mul_(rates != 0)
 
     @contextmanager
-    def at_their_rates(self) -> Iterator[None]:
-        """Around the optimizer's step."""
+    def scale_update(self) -> Iterator[None]:
+        """Scale the update that the optimizer makes within the block."""
         before = [parameter.detach().clone() for parameter, _ in self.rates]
         yield
         with torch.no_grad():
@@ -46,6 +49,6 @@ class RowRates:
                 parameter.copy_(torch.lerp(old, parameter.detach(), rates))
 
 
-def spread(rates: list[float], parameter: nn.Parameter) -> Tensor:
+def rate_column(rates: list[float], parameter: nn.Parameter) -> Tensor:
     column = torch.tensor(rates, dtype=parameter.dtype, device=parameter.device)[:, None]
-    return part_of(column, parameter) if isinstance(parameter, DTensor) else column
+    return shard_like(column, parameter) if isinstance(parameter, DTensor) else column

@@ -47,7 +47,7 @@ LENGTH = re.compile(
 """Options that say no more than how long a run is; `max_steps` changes them together."""
 DATA_PATHS = ("data.corpus", "data.images")
 START = "model.start_from"
-MODEL, CHECKPOINTS, PICTURE, METRICS = "model", "checkpoints", "loss.png", "metrics.jsonl"
+MODEL, CHECKPOINTS, LOSS_PLOT, METRICS = "model", "checkpoints", "loss.png", "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def check_folder(folder: Path) -> None:
     if not folder.is_dir() or checkpoint_steps(folder):
         return
     names = {path.name for path in folder.iterdir()}
-    replaced = names & ({MODEL, PICTURE} if CONFIG in names else {MODEL, PICTURE, METRICS})
+    replaced = names & ({MODEL, LOSS_PLOT} if CONFIG in names else {MODEL, LOSS_PLOT, METRICS})
     if not replaced:
         return
     what = "a run without checkpoints" if CONFIG in names else f"{min(replaced)} and is not a run"

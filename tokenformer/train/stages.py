@@ -1,4 +1,4 @@
-"""The stages of a run: what each trains with, and from which step to which."""
+"""The stages of a run: first and last step, and the options of each."""
 
 from dataclasses import dataclass, replace
 
@@ -19,16 +19,23 @@ class Stage:
     optimizer: OptimizerOptions
     schedule: ScheduleOptions
     run: RunOptions
-    """With the steps of this stage alone."""
+    """`run.steps` are those of this stage."""
     grow: GrowthOptions | None = None
 
     @property
     def last_step(self) -> int:
         return self.first_step + self.run.steps
 
+    @property
+    def anneal_steps(self) -> int | None:
+        """Steps over which the scales move after growth; None if they do not."""
+        if self.grow is None or self.grow.scale != "anneal":
+            return None
+        return self.grow.anneal_steps
+
 
 def plan(recipe: Recipe) -> list[Stage]:
-    """The stages of a recipe; a recipe without any is one."""
+    """Return the stages of a recipe; a recipe without `stages` has one."""
     if not recipe.stages:
         return [Stage(0, 0, recipe.optimizer, recipe.schedule, recipe.run)]
     stages: list[Stage] = []
@@ -55,7 +62,7 @@ def plan(recipe: Recipe) -> list[Stage]:
 
 
 def shortened(recipe: Recipe, most: int) -> Recipe:
-    """The recipe in at most so many steps, schedules and warm-ups fitted to them."""
+    """Return the recipe with at most `most` steps, its schedules and warm-ups fitted to them."""
     if not recipe.stages:
         run = replace(recipe.run, steps=min(most, recipe.run.steps))
         return replace(recipe, run=run, schedule=fitted(recipe.schedule, run.steps))

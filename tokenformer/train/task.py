@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenformer.data.batches import fixed_batches, sample_batch
-from tokenformer.data.token_ids import TokenSequence
+from tokenformer.data.corpus import TokenSequence
 from tokenformer.models.accounting import training_flops
 from tokenformer.train.loss import chunked_cross_entropy
 from tokenformer.train.memory import least_activation_bytes
@@ -48,8 +48,8 @@ class Task(Protocol):
         """Samples by their number since the start of training: a pure function of it."""
         ...
 
-    def expect(self, first_sample: int, count: int) -> None:
-        """These samples are asked for next: a task whose samples take time begins with them."""
+    def prefetch(self, first_sample: int, count: int) -> None:
+        """Start to prepare the samples that are needed next, if that takes time."""
         ...
 
     def validation(self, batch_size: int, count: int) -> Sequence[Batch]:
@@ -109,8 +109,8 @@ class LanguageTask:
             mode=self.order,
         )
 
-    def expect(self, first_sample: int, count: int) -> None:
-        """Token ids are at hand."""
+    def prefetch(self, first_sample: int, count: int) -> None:
+        """Token ids need no preparation."""
 
     def validation(self, batch_size: int, count: int) -> list[Tensor]:
         if self.validation_tokens is None:

@@ -1,14 +1,19 @@
 """What a recipe of text trains on and with."""
 
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tokenformer.data.model_corpus import open_corpus
-from tokenformer.data.tokenizer import tokenizer_of_file
+from torch import Tensor
+
+from tokenformer.data.batches import sample_batch
+from tokenformer.data.corpus import open_corpus
+from tokenformer.data.tokenizer import tokenizer_from_file
 from tokenformer.errors import DataError
-from tokenformer.models.catalogue import MODELS, blank
 from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
 from tokenformer.models.loading import load_for_training
+from tokenformer.models.model_classes import MODEL_CLASSES, build_on_meta
 from tokenformer.train.options import Recipe
 from tokenformer.train.recipe_inputs import check_model_options, text_splits
 from tokenformer.train.task import LanguageTask
@@ -38,7 +43,7 @@ class TextWorkload:
         options = self.recipe.model
         config_class = TEXT_FAMILIES[options.family]
         if options.start_from is not None:
-            return self.loaded(options.start_from, MODELS[config_class])
+            return self.loaded(options.start_from, MODEL_CLASSES[config_class])
         given = {
             "vocab_size": self.corpus.vocab_size,
             "max_position_embeddings": self.recipe.data.length,
@@ -53,14 +58,27 @@ class TextWorkload:
             else config_class(**given)
         )
         check_model_options(options.options, config_class)
-        return blank(config)
+        return build_on_meta(config)
 
     def loaded(self, folder: str, model_class: Any) -> Any:
         model = load_for_training(model_class, folder)
         file = Path(folder) / "tokenizer.json"
-        tokenizer = tokenizer_of_file(file) if file.exists() else None
+        tokenizer = tokenizer_from_file(file) if file.exists() else None
         open_corpus(self.corpus.folder, tokenizer, model.config.vocab_size)  # or it is refused
         return model
+
+    def token_batches(self) -> Iterator[Tensor]:
+        """Yield the token ids [B, T] of the run's batches, from the first sample on."""
+        data, run = self.recipe.data, self.recipe.run
+        for first in count(0, run.batch_size):
+            yield sample_batch(
+                self.train,
+                length=data.length,
+                seed=run.seed,
+                first_sample=first,
+                count=run.batch_size,
+                mode=data.order,
+            )[:, :-1]
 
     def preprocessor(self, model: Any) -> Any:
         """What the model's text goes through, kept beside it."""

@@ -1,139 +1,174 @@
-"""Between two stages: the model of the last checkpoint grows, and all that belongs to it follows.
+"""The state of a training run: model, optimizer, EMA weights and loop counters. It can grow.
 
-It is always the checkpoint that grows, never what happens to be in memory, so that a run that is
-interrupted here goes on as one that is not. Every process holds the whole model for a moment, and
-then its part of the larger one.
+    state, report = TrainingState.load(checkpoint).grow(options)
+    state.save(run / "checkpoints")                     # the first checkpoint of a new run
+    loop = state.make_loop(task, stage)                 # or train on at once
+
+Between two stages a run grows its last checkpoint, never the state in memory, so that an
+interrupted run grows the same model. Each rank holds the whole model while it grows.
 """
 
-from collections.abc import Iterator
-from itertools import count
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from tokenformer.data.batches import sample_batch
-from tokenformer.errors import CheckpointError, TrainingError
-from tokenformer.growth.grow import grow
+from tokenformer.errors import CheckpointError
 from tokenformer.growth.grown_optimizer import grow_average, grow_optimizer
 from tokenformer.growth.growth_report import GrowthReport
 from tokenformer.growth.model_folder import REPORT
-from tokenformer.growth.tokens.token_counts import config_with_tokens, target_sizes
-from tokenformer.models.catalogue import blank
-from tokenformer.models.configuration import TokenConfig
+from tokenformer.models.model_classes import build_on_meta
 from tokenformer.train import checkpoint
 from tokenformer.train.checkpoint import manifest
-from tokenformer.train.ema import WeightEMA
 from tokenformer.train.loop import Loop
-from tokenformer.train.optimizer import make_optimizer
+from tokenformer.train.model_growth import grow_model
 from tokenformer.train.options import GrowthOptions
-from tokenformer.train.parallel.meta_init import draw_weights, part_of
+from tokenformer.train.parallel.meta_init import init_weights, shard_like
 from tokenformer.train.parallel.ranks import reason
 from tokenformer.train.stages import Stage
-from tokenformer.train.text_workload import TextWorkload
+from tokenformer.train.task import Task
 from tokenformer.train.workload import Workload
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+EMA = "ema."
+"""Prefix of the EMA tensors in a checkpoint."""
+
+
+@dataclass
+class TrainingState:
+    """Everything on one device, not sharded."""
+
+    model: "PreTrainedModel"
+    optimizer: Optimizer
+    ema: dict[str, Tensor]
+    """EMA weights by parameter name; empty if the run has none."""
+    loop_state: dict[str, Any]
+    """`Loop.state_dict()`, and what the run saves beside it."""
+
+    @classmethod
+    def load(cls, path: Path) -> "TrainingState":
+        """Load a checkpoint that was verified, and restore the random number generators."""
+        state = checkpoint.read_state(path, {"config": dict})
+        groups = checkpoint.read_document(path)["optimizer"]
+        if groups is None:
+            raise CheckpointError(
+                f"checkpoint {path} has no optimizer state; grow a model folder instead"
+            )
+        model = build_saved_model(path, state["config"])
+        init_weights(model, 0, torch.device("cpu"))  # allocates the tensors to load into
+        optimizer = build_saved_optimizer(model, groups)
+        _, extra = checkpoint.load(path, model=model, optimizer=optimizer, hashes=False)
+        ema = {name.removeprefix(EMA): tensor for name, tensor in extra.items()}
+        return cls(model, optimizer, ema, state)
+
+    @classmethod
+    def from_loop(cls, loop: Loop) -> "TrainingState":
+        ema = {} if loop.ema is None else dict(loop.ema.tensors)
+        return cls(loop.task.model, loop.optimizer, ema, loop.state_dict())
+
+    def grow(
+        self, options: GrowthOptions, batches: Iterable[Tensor] | None = None
+    ) -> tuple["TrainingState", GrowthReport]:
+        """Return the state with a larger model, and a report. LiGO learns on `batches`."""
+        model, report = grow_model(self.model, options, batches)
+        optimizer = grow_optimizer(self.optimizer, report, state=options.optimizer_state)
+        ema = {}
+        for name, parameter in report.new.items() if self.ema else ():
+            mapping = report.mappings[name]
+            ema[name] = (
+                parameter.detach().clone()
+                if mapping.source is None
+                else grow_average(
+                    self.ema[mapping.source], report.old[mapping.source], parameter, mapping
+                )
+            )
+        # The loss may change at growth, and scales are annealed from their values after it.
+        loop_state = {
+            **self.loop_state,
+            "config": model.config.to_dict(),
+            "recent": [],
+            "scales_began": None,
+        }
+        return TrainingState(model, optimizer, ema, loop_state), report
+
+    def make_loop(self, task: Task, stage: Stage) -> Loop:
+        """Return the loop of `stage` that continues from here; `task` trains `self.model`."""
+        # Taken before the loop may shard the model, which replaces its parameters.
+        states = {name: self.optimizer.state.get(p) for name, p in self.model.named_parameters()}
+        loop = Loop.from_stage(task, stage)
+        for name, parameter in task.model.named_parameters():
+            if parameter.requires_grad and (state := states[name]):
+                loop.optimizer.state[parameter] = {
+                    key: place_like(value, parameter) for key, value in state.items()
+                }
+            if loop.ema is not None and name in self.ema:
+                loop.ema.tensors[name] = place_like(self.ema[name], parameter)
+        loop.load_state_dict(self.loop_state)
+        return loop
+
+    def save(self, folder: Path) -> Path:
+        """Write a checkpoint to `folder`, as the first of a new run."""
+        return checkpoint.save(
+            folder,
+            model=self.model,
+            optimizer=self.optimizer,
+            state={**self.loop_state, "best": None},
+            extra={f"{EMA}{name}": tensor for name, tensor in self.ema.items()},
+        )
 
 
 def grow_checkpoint(
-    path: Path, config: dict[str, Any], before: Stage, after: Stage, workload: Workload
-) -> tuple[Loop, GrowthReport]:
-    """The loop of the stage `after`, with the model, optimizer and average of `before`, grown."""
-    assert after.grow is not None
-    model = saved_model(path, config)
-    draw_weights(model, 0, torch.device("cpu"))  # memory for what is loaded
-    optimizer = make_optimizer(model, before.optimizer)
-    average = WeightEMA(model, before.run.ema) if before.run.ema is not None else None
-    load_checkpoint(path, model, optimizer, average)
-    try:
-        larger, report = grow_as_told(model, after.grow, workload)
-    except (ValueError, TypeError) as error:
-        raise TrainingError(f"stage {after.index + 1} cannot grow: {error}") from None
-    grown = grow_optimizer(optimizer, report, state=after.grow.optimizer_state)
-    states = {name: grown.state.get(parameter, {}) for name, parameter in report.new.items()}
-    averages = {
-        name: grow_average(
-            average.tensors[source], report.old[source], parameter, report.origins[name]
-        )
-        for name, parameter in report.new.items()
-        if average is not None and (source := report.origins[name].name) is not None
-    }
-    loop = make_loop(after, larger, workload)
-    for name, parameter in larger.named_parameters():
-        if parameter.requires_grad and states[name]:
-            loop.optimizer.state[parameter] = {
-                key: follow(value, parameter) for key, value in states[name].items()
-            }
-        if loop.average is not None and name in averages:
-            loop.average.tensors[name] = follow(averages[name], parameter)
-    return loop, report
-
-
-def load_checkpoint(
-    path: Path, model: Any, optimizer: torch.optim.Optimizer, average: WeightEMA | None
-) -> None:
-    """Fill all three from a checkpoint that was verified. The optimizer keeps its hyperparameters,
-    which are the recipe's; an average that the checkpoint lacks starts at the loaded weights."""
-    saved = average is not None and checkpoint.has_extra(path)
-    extra = average.stored() if average is not None and saved else {}
-    checkpoint.load(
-        path, model=model, optimizer=optimizer, extra=extra, hashes=False, hyperparameters=False
-    )
-    if average is not None and not saved:
-        average.restart()
-
-
-def grow_saved(path: Path, out: Path, options: GrowthOptions) -> GrowthReport:
-    """A checkpoint of a run, grown with its optimizer and average, as the first checkpoint of a run
-    in the folder `out`: `tokenformer train RECIPE --out OUT` goes on with the larger model."""
-    manifest.verify(path, hashes=True)
-    state = checkpoint.read_state(path, {"config": dict})
-    groups = checkpoint.read_document(path)["optimizer"]
-    if groups is None:
-        raise CheckpointError(f"checkpoint {path} has no optimizer state; grow the model folder")
-    model = saved_model(path, state["config"])
-    draw_weights(model, 0, torch.device("cpu"))
-    optimizer = saved_optimizer(model, groups)
-    _, extra = checkpoint.load(path, model=model, optimizer=optimizer, hashes=False)
-    larger, report = grow_as_told(model, options)
-    grown = grow_optimizer(optimizer, report, state=options.optimizer_state)
-    averages = {
-        f"ema.{name}": grow_average(
-            extra[f"ema.{source}"], report.old[source], parameter, report.origins[name]
-        )
-        for name, parameter in report.new.items()
-        if extra and (source := report.origins[name].name) is not None
-    }
-    checkpoint.save(
-        out / "checkpoints",
-        model=larger,
-        optimizer=grown,
-        state={
-            **state,
-            "config": larger.config.to_dict(),
-            "scales_began": None,
-            "best": None,
-            "recent": [],
-        },
-        extra=averages,
-    )
-    report.save(out / REPORT)
+    path: Path, run: Path, options: GrowthOptions, batches: Iterable[Tensor] | None = None
+) -> GrowthReport:
+    """Grow a checkpoint into the first checkpoint of a new run folder `run`, which
+    `tokenformer train RECIPE --out RUN` then continues."""
+    manifest.verify(path)
+    state, report = TrainingState.load(path).grow(options, batches)
+    state.save(run / "checkpoints")
+    report.save(run / REPORT)
     return report
 
 
-def saved_model(path: Path, config: dict[str, Any]) -> Any:
-    """The model of a checkpoint, on the meta device."""
+def resume_loop(path: Path, state: dict[str, Any], stage: Stage, workload: Workload) -> Loop:
+    """Return the loop that continues from a checkpoint that was verified. Each rank loads its
+    shards. Hyperparameters are those of `stage`; an EMA that the checkpoint lacks starts at the
+    loaded weights."""
+    model = build_saved_model(path, state["config"])
+    loop = Loop.from_stage(workload.task(model), stage)
+    has_ema = loop.ema is not None and checkpoint.has_extra(path)
+    checkpoint.load(
+        path,
+        model=model,
+        optimizer=loop.optimizer,
+        extra=loop.ema.state_dict() if loop.ema is not None and has_ema else {},
+        hashes=False,
+        hyperparameters=False,
+    )
+    if loop.ema is not None and not has_ema:
+        loop.ema.reset()
+    loop.load_state_dict(state)
+    return loop
+
+
+def build_saved_model(path: Path, config: dict[str, Any]) -> "PreTrainedModel":
+    """Build the model of a checkpoint on the meta device."""
     try:
-        return blank(config)
+        return build_on_meta(config)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"checkpoint {path} has no valid model config: {type(error).__name__}: {reason(error)}"
         ) from None
 
 
-def saved_optimizer(model: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """An optimizer with the groups of a checkpoint, to load its state into."""
+def build_saved_optimizer(model: "PreTrainedModel", groups: list[dict[str, Any]]) -> Optimizer:
+    """Build an optimizer with the parameter groups of a checkpoint, without their state."""
     parameters = dict(model.named_parameters())
     return torch.optim.AdamW(
         [
@@ -144,61 +179,9 @@ def saved_optimizer(model: Any, groups: list[dict[str, Any]]) -> torch.optim.Opt
     )
 
 
-def check_growth(config: Any, stages: list[Stage]) -> None:
-    """Refuse at the start of a run what a later stage could not do."""
-    for stage in stages:
-        if stage.grow is not None and isinstance(config, TokenConfig):
-            sizes = target_sizes(config, stage.grow.to, stage.grow.sizes)
-            config = config_with_tokens(config, sizes)
-
-
-def make_loop(stage: Stage, model: Any, workload: Workload) -> Loop:
-    return Loop(
-        workload.task(model),
-        stage.optimizer,
-        stage.schedule,
-        stage.run,
-        first_step=stage.first_step,
-    )
-
-
-def grow_as_told(
-    model: Any, options: GrowthOptions, workload: Workload | None = None
-) -> tuple[Any, GrowthReport]:
-    """`workload`: of a run, whose text LiGO learns on."""
-    if options.method not in (None, "tokens"):
-        sizes = dict(options.sizes)
-        if options.method == "ligo" and isinstance(workload, TextWorkload):
-            sizes["batches"] = text_of(workload)
-        return grow(model, options.to, method=options.method, seed=options.seed, **sizes)
-    return grow(
-        model,
-        options.to,
-        init=options.init,
-        scale=options.scale,
-        seed=options.seed,
-        old_rate=options.old_rate,
-        **options.sizes,
-    )
-
-
-def text_of(workload: TextWorkload) -> Iterator[Tensor]:
-    """Token ids [B, T]: the samples that the run began with."""
-    data, run = workload.recipe.data, workload.recipe.run
-    for first in count(0, run.batch_size):
-        yield sample_batch(
-            workload.train,
-            length=data.length,
-            seed=run.seed,
-            first_sample=first,
-            count=run.batch_size,
-            mode=data.order,
-        )[:, :-1]
-
-
-def follow(value: Any, parameter: Tensor) -> Any:
-    """What belongs to a parameter, where and as the parameter is."""
+def place_like(value: Any, parameter: Tensor) -> Any:
+    """Move a parameter's optimizer state or average to its device, sharded like it."""
     if not isinstance(value, Tensor) or value.ndim == 0:  # the step count
         return value
     value = value.to(parameter.device)
-    return part_of(value, parameter) if isinstance(parameter, DTensor) else value
+    return shard_like(value, parameter) if isinstance(parameter, DTensor) else value

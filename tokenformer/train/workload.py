@@ -1,7 +1,9 @@
 """What a run asks of its recipe, whatever is trained: text or images."""
 
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from tokenformer.train.image_workload import ImageWorkload
 from tokenformer.train.options import Recipe
@@ -19,6 +21,10 @@ class Workload(Protocol):
     def first_model(self) -> Any: ...
 
     def task(self, model: Any) -> Task: ...
+
+    def token_batches(self) -> Iterator[Tensor] | None:
+        """Yield token ids [B, T] for a growth method that learns on data; None for images."""
+        ...
 
     def preprocessor(self, model: Any) -> Any:
         """What goes beside an exported model: its tokenizer or its image processor."""

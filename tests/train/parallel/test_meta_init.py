@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tokenformer
-from tokenformer.train.parallel.meta_init import draw_weights
+from tokenformer.train.parallel.meta_init import init_weights
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def draw(make_config, family):
     def make(seed=0, **options):
         with torch.device("meta"):
             model = classes[family](make_config(family, **options))
-        draw_weights(model, seed, torch.device("cpu"))
+        init_weights(model, seed, torch.device("cpu"))
         return model
 
     return make
@@ -60,6 +60,6 @@ def test_tied_weights_stay_tied(draw):
 def test_a_learned_scale_begins_at_its_value(make_config):
     with torch.device("meta"):
         model = tokenformer.TokenformerForCausalLM(make_config("tokenformer", learned_scale=True))
-    draw_weights(model, 0, torch.device("cpu"))
+    init_weights(model, 0, torch.device("cpu"))
     assert model.model.layers[0].attention.q.scale_tokens.item() == 24
     assert model.model.layers[1].ffn.scale_tokens.item() == 44

@@ -1,14 +1,13 @@
-"""Many processes, one run: the process group, and a model spread over it from outside.
+"""The process group of a run, and DDP, FSDP2 and tensor parallelism applied to its model.
 
-Model code is single-device code. `distribute` wraps what a task trains, by DDP or FSDP2, and may
-spread the tokens of every layer besides; the loop asks it only two things: to hold back the
-exchange of gradients while it accumulates, and for sums over all ranks.
+Model code is single-device code. `distribute` wraps the task's module with DDP or FSDP2 and may
+shard the tokens of every layer.
 """
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,15 +16,18 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tokenformer.layers.pattention import Pattention
-from tokenformer.models.token_parallel import spread_tokens
+from tokenformer.models.token_parallel import shard_tokens
 from tokenformer.train.parallel.mesh import Mesh
-from tokenformer.train.parallel.meta_init import draw_weights
+from tokenformer.train.parallel.meta_init import init_weights
 from tokenformer.train.parallel.ranks import Ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @contextmanager
 def process_group() -> Iterator[Ranks]:
-    """The group that torchrun describes in the environment; alone without it."""
+    """Join the process group that torchrun describes in the environment, if any."""
     if "RANK" not in os.environ:
         yield Ranks()
         return
@@ -45,72 +47,75 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-def distribute(model: Any, module: nn.Module, parallel: str, seed: int, mesh: Mesh) -> nn.Module:
-    """`module`, which trains `model`, as it is to be called: on this process's device, replicated
-    or sharded over the ranks of the data, its tokens spread over the others. A model on the meta
-    device gets its first weights, by `seed`."""
+def distribute(
+    model: "PreTrainedModel", module: nn.Module, parallel: str, seed: int, mesh: Mesh
+) -> nn.Module:
+    """Return `module`, which contains `model`, on this rank's device: replicated or sharded over
+    the data ranks, its tokens sharded over the tensor ranks. A model on the meta device gets its
+    initial weights from `seed`."""
     has_weights = not any(parameter.is_meta for parameter in model.parameters())
     if has_weights:
         model.to(device())
-    among = None  # all processes
+    devices = None  # all ranks
     if mesh.devices is not None:
         check_tokens(model, mesh)
-        spread_tokens(model, mesh.devices["tp"])
-        parallel, among = "fsdp", mesh.devices["data"]  # DDP knows nothing of spread tensors
+        shard_tokens(model, mesh.devices["tp"])
+        parallel, devices = "fsdp", mesh.devices["data"]  # DDP does not support DTensors
     alone = mesh.data.count == 1
     if parallel == "fsdp" and not alone:
         for layer in blocks(module):
-            fully_shard(layer, mesh=among)
-        fully_shard(module, mesh=among)
+            fully_shard(layer, mesh=devices)
+        fully_shard(module, mesh=devices)
     if not has_weights:
-        draw_weights(model, seed, device())
+        init_weights(model, seed, device())
     return module if alone or parallel == "fsdp" else DistributedDataParallel(module)
 
 
-def check_tokens(model: Any, mesh: Mesh) -> None:
-    """Refuse a model that has no tokens to spread, or too few for FSDP2, which fails on a process
+def check_tokens(model: nn.Module, mesh: Mesh) -> None:
+    """Raise if the model has no tokens to shard, or too few for FSDP2, which fails on a rank
     without any."""
     assert mesh.tensor is not None
     count = mesh.tensor.count
     tokens = [layer.num_tokens for layer in model.modules() if isinstance(layer, Pattention)]
     if not tokens:
         raise ValueError(
-            f"tensor_parallel={count} spreads parameter tokens; {type(model).__name__} has none, "
-            "so it must be 1"
+            f"tensor_parallel={count} shards parameter tokens, but {type(model).__name__} has none; "
+            "set it to 1"
         )
     fewest = min(tokens)
     if mesh.data.count > 1 and -(-fewest // count) * (count - 1) >= fewest:
         raise ValueError(
             f"tensor_parallel={count} leaves a process without any of the {fewest} tokens of a "
-            "layer; choose less"
+            "layer; choose a smaller number"
         )
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
-    """The repeated layers, each a unit of sharding."""
+    """Return the repeated layers; FSDP2 shards each as a unit."""
     model: Any = module
     return list(model.model.model.layers)
 
 
-def hold_gradients(module: nn.Module, hold: bool) -> Any:
-    """A context for forward and backward of a micro-batch that is not the step's last."""
+def gradient_sync(module: nn.Module, enabled: bool) -> Any:
+    """Return a context for forward and backward of a micro-batch; gradients are exchanged between
+    the ranks only if `enabled`, at the last micro-batch of a step."""
     if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(not hold)
+        module.set_requires_gradient_sync(enabled)
         return nullcontext()
-    if isinstance(module, DistributedDataParallel) and hold:
+    if isinstance(module, DistributedDataParallel) and not enabled:
         return module.no_sync()
     return nullcontext()
 
 
-def gather_anew(module: nn.Module) -> None:
-    """To be called when weights were changed in place: FSDP2 leaves those of the outermost module
-    gathered after an evaluation, and would go on with them."""
+def reshard(module: nn.Module) -> None:
+    """Drop gathered weights after the shards were changed in place. FSDP2 keeps those of the
+    outermost module gathered after an evaluation and would use them again."""
     if isinstance(module, FSDPModule):
         module.reshard()
 
 
-def total(value: float, ranks: Ranks) -> float:
-    """The sum over some ranks, the same on each."""
+def sum_over_ranks(value: float, ranks: Ranks) -> float:
+    """Return the sum over `ranks`, the same on each."""
     if ranks.count == 1:
         return value
     box = torch.tensor(value, dtype=torch.float64, device=device())
@@ -118,8 +123,8 @@ def total(value: float, ranks: Ranks) -> float:
     return box.item()
 
 
-def largest(value: int) -> int:
-    """The largest over all ranks, the same on each."""
+def max_over_ranks(value: int) -> int:
+    """Return the maximum over all ranks, the same on each."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     box = torch.tensor(value)

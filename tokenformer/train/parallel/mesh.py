@@ -1,7 +1,7 @@
-"""The processes of a run as a grid: one dimension shares the batch, the other the tokens.
+"""The ranks of a run as a mesh of two dimensions, `data` and `tp` (tensor parallel).
 
-Processes that differ only in their place along `tp` see the same samples and have a slice of every
-layer's tokens each; those that differ along `data` have slices of the batch.
+Ranks along `data` process different slices of the batch. Ranks along `tp` process the same samples,
+each with a slice of every layer's tokens.
 """
 
 import logging
@@ -20,7 +20,7 @@ from tokenformer.train.parallel.ranks import Ranks
 
 T = TypeVar("T", bound=Tensor)
 
-# A gradient norm over both dimensions takes two sums; torch warns that it could be one.
+# A gradient norm over both dimensions takes two all-reduces; torch warns that it could be one.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
@@ -28,46 +28,47 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 class Mesh:
     data: Ranks
     tensor: Ranks | None = None
-    """None where no tokens are spread; `data` is then everyone."""
+    """None without tensor parallelism; `data` then holds all ranks."""
     devices: DeviceMesh | None = None
 
     def share_generators(self) -> None:
-        """Have those that share tokens draw the same random numbers, as for drop path; loading what
-        fewer processes saved leaves the generators of some as they were."""
+        """Copy the random number generators of the first tensor rank to the others, which must
+        sample the same numbers, as for drop path. A checkpoint of fewer ranks does not restore the
+        generators of all."""
         if self.tensor is not None:
             rng.restore(self.tensor.share(rng.states()))
 
 
 def make_mesh(tensor_parallel: int, kind: str) -> Mesh:
-    """The grid of all processes, `tensor_parallel` of which share the tokens, on devices of a kind.
+    """Return the mesh of all ranks on devices of type `kind`, `tensor_parallel` of them along `tp`.
     Collective."""
-    everyone = Ranks()
-    if everyone.count % tensor_parallel:
+    ranks = Ranks()
+    if ranks.count % tensor_parallel:
         raise ValueError(
             f"tensor_parallel={tensor_parallel} must divide the number of processes, which is "
-            f"{everyone.count}"
+            f"{ranks.count}"
         )
     if tensor_parallel == 1:
-        return Mesh(everyone)
-    devices = make_devices(dist.group.WORLD, everyone.count // tensor_parallel, kind)
+        return Mesh(ranks)
+    devices = make_devices(dist.group.WORLD, ranks.count // tensor_parallel, kind)
     return Mesh(Ranks(devices.get_group("data")), Ranks(devices.get_group("tp")), devices)
 
 
 @cache
 def make_devices(world: Any, data: int, kind: str) -> DeviceMesh:
-    """Once in the life of the process group `world`: stages and rollbacks come back to it."""
+    """Return the device mesh; made once per process group `world` and reused by later stages."""
     shape = (data, dist.get_world_size(world) // data)
     return init_device_mesh(kind, shape, mesh_dim_names=("data", "tp"))
 
 
 def mesh_of(tensor: Tensor) -> Any:
-    """What a tensor is spread over; None if this process has it whole."""
+    """Return the device mesh that a tensor is sharded over; None if it is not."""
     return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
 
-def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
-    """Tensors in lists as torch's operations on lists take them: none mixes two meshes."""
-    found: dict[Any, list[T]] = {}
+def group_by_mesh(tensors: Iterable[T]) -> list[list[T]]:
+    """Group tensors by device mesh: torch's foreach operations cannot mix meshes."""
+    groups: dict[Any, list[T]] = {}
     for tensor in tensors:
-        found.setdefault(mesh_of(tensor), []).append(tensor)
-    return [*found.values()]
+        groups.setdefault(mesh_of(tensor), []).append(tensor)
+    return [*groups.values()]

@@ -1,4 +1,4 @@
-"""The processes that share a run, and how they come to one mind about a failure."""
+"""The ranks of a run: sharing values, and raising an error on all ranks when one fails."""
 
 import os
 import re
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """This process among its peers; alone where no process group was made.
+    """This process's rank in a group; a group of one without a process group.
 
     Every method but the constructor is collective: all ranks call it, in the same order.
     """
@@ -31,7 +31,7 @@ class Ranks:
         return self.index == 0
 
     def gather(self, value: T) -> list[T]:
-        """Everyone's value, by rank."""
+        """Return the values of all ranks, by rank."""
         if self.count == 1:
             return [value]
         values: list[Any] = [None] * self.count
@@ -39,7 +39,7 @@ class Ranks:
         return values
 
     def share(self, value: T) -> T:
-        """Rank 0's value."""
+        """Return the value of rank 0."""
         if self.count == 1:
             return value
         box: list[Any] = [value]
@@ -48,26 +48,26 @@ class Ranks:
 
     @contextmanager
     def together(self, task: str) -> Iterator[None]:
-        """A block that fails on every rank if it fails on one, as a CheckpointError that opens with
-        `task`. Otherwise the others would wait for the one that failed."""
+        """Raise on every rank if the block fails on one, a CheckpointError that starts with `task`.
+        Otherwise the other ranks would wait for the failed one."""
         error: BaseException | None = None
-        culprit = self.index
+        failed_rank = self.index
         try:
             yield
-        except CheckpointException as caught:  # torch's, which is no Exception, raised on all ranks
-            culprit, (error, _) = next(iter(caught.failures.items()))
+        except CheckpointException as caught:  # a BaseException, raised on all ranks
+            failed_rank, (error, _) = next(iter(caught.failures.items()))
         except Exception as caught:
             error = interrupt_behind(caught) or caught
-        problems = self.gather(None if error is None else (culprit, reason(error)))
+        problems = self.gather(None if error is None else (failed_rank, reason(error)))
         if error is not None and not isinstance(error, Exception):
-            raise error  # Ctrl-C, which torch or shutil replaced by an error of its own
+            raise error  # Ctrl-C that torch or shutil replaced with an error of their own
         for rank, problem in filter(None, problems):
             where = f" (rank {rank})" if self.count > 1 else ""
             raise CheckpointError(f"{task}: {problem}{where}") from error
 
 
 def interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:
-    """The Ctrl-C during whose handling `error` was raised, as by shutil.rmtree in its clean-up."""
+    """Return the Ctrl-C during whose handling `error` was raised, as shutil.rmtree's clean-up does."""
     context = error.__context__
     while context is not None and not isinstance(context, KeyboardInterrupt):
         context = context.__context__
@@ -75,9 +75,9 @@ def interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, in one line."""
+    """Return the message of an error in one line."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     text = (str(error) or type(error).__name__).strip().splitlines()[0]
-    number = re.search(r"\(os error (\d+)\)", text)  # how safetensors passes on the system's word
+    number = re.search(r"\(os error (\d+)\)", text)  # as safetensors reports system errors
     return os.strerror(int(number[1])) if number else text
