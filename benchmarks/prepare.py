@@ -31,7 +31,7 @@ from benchmarks.harness import (
     with_spread,
 )
 from benchmarks.results import Row
-from tokenformer.data.preparation import Request, prepare
+from tokenformer.data.preparation import PrepareOptions, prepare
 
 BATCH = 256  # texts; in one batch, the offsets of a whole corpus would fill the memory
 COLUMNS = {
@@ -63,7 +63,7 @@ def relative_to(limit: str, case: str, times: dict[str, list[float]], size: int)
 def byte_tokenizer_rows(data: Path, work: Path, rounds: int) -> Iterator[Row]:
     raw, out = work / "enwik8", work / "bytes"
     raw.write_bytes(gzip.decompress((data / "text/enwik8.gz").read_bytes()))
-    request = Request(corpus=str(raw))
+    request = PrepareOptions(corpus=str(raw))
 
     def run() -> None:
         shutil.rmtree(out, ignore_errors=True)
@@ -94,7 +94,7 @@ def bpe_tokenizer_rows(
     size = sum(len(page.encode()) for page in pages)
     tokenizer_file, out = data / "tokenizer/20B_tokenizer.json", work / "tokens"
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    request = Request(corpus=str(rows), tokenizer=str(tokenizer_file))
+    request = PrepareOptions(corpus=str(rows), tokenizer=str(tokenizer_file))
     peaks = []
 
     def record_memory(_: object) -> None:
@@ -103,7 +103,7 @@ def bpe_tokenizer_rows(
 
     def run() -> None:
         shutil.rmtree(out, ignore_errors=True)
-        prepare(request, out, workers=workers, on_standing=record_memory)
+        prepare(request, out, workers=workers, on_progress=record_memory)
 
     def library(encode: Callable[..., object]) -> Callable[[], None]:
         def encode_all() -> None:

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 import tokenformer
 from tokenformer.data.batches import fixed_batches
 from tokenformer.data.byte_tokenizer import VOCAB_SIZE
+from tokenformer.data.corpus import TokenIds
 from tokenformer.data.standard_library import standard_library
-from tokenformer.data.token_ids import TokenIds
 from tokenformer.growth.tokens.prune import keep_tokens, rows_to_keep
 from tokenformer.growth.tokens.token_set import token_layers
 from tokenformer.growth.tokens.token_usage import token_statistics

@@ -89,8 +89,8 @@ def test_printed_for_people(folder, text_file, capsys):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["evaluate", "MODEL"], "give --tasks NAMES, --perplexity DATA or --images"),
-        (["evaluate", "MODEL", "--tasks", "piqa", "--length", "8"], "8 is for --perplexity"),
+        (["evaluate", "MODEL"], "pass --tasks NAMES, --perplexity DATA or --images"),
+        (["evaluate", "MODEL", "--tasks", "piqa", "--length", "8"], "8 needs --perplexity"),
         (["evaluate", "MODEL", "--perplexity", "absent"], "--perplexity: no absent"),
         (["evaluate", "MODEL", "--perplexity", "FILEE"], "text.txt?"),
         (["evaluate", "MODEL", "--perplexity", "FILE", "--split", "test"], "--split test"),
@@ -155,4 +155,4 @@ def test_perplexity_in_eight_bits(folder, text_file, capsys):
     with pytest.raises(SystemExit) as end:
         main(["evaluate", str(folder), "--images", "digits", "--bits", "8"])
     assert end.value.code == 2
-    assert "not with --images" in capsys.readouterr().err
+    assert "cannot be used with --images" in capsys.readouterr().err

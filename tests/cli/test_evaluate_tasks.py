@@ -1,4 +1,4 @@
-"""`tokenformer evaluate --tasks` on real items: the table, kills and what goes on after them."""
+"""`tokenformer evaluate --tasks` on real items: the table, and resuming after a kill."""
 
 import json
 import os
@@ -11,16 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import ROOT
+from tests.support.evaluation import copy_first_lines
 from tests.support.processes import LIMIT, started
 from tokenformer.cli import main
 from tokenformer.data.byte_tokenizer import END_OF_TEXT, VOCAB_SIZE, byte_tokenizer
 from tokenformer.evaluate.benchmarks import BENCHMARKS
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """Where answers are kept while a run lasts."""
+    """The response cache of an evaluation."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "tokenformer" / "evaluate"
 
@@ -36,12 +38,7 @@ def folder(tmp_path, make_model):
 
 @pytest.fixture(scope="module")
 def data(real_data, tmp_path_factory):
-    """The first lines of each file, which load at once."""
-    folder = tmp_path_factory.mktemp("eval")
-    for path in real_data("eval").iterdir():
-        lines = path.read_text().splitlines(keepends=True)[:150]
-        (folder / path.name).write_text("".join(lines))
-    return folder
+    return copy_first_lines(real_data("eval"), tmp_path_factory.mktemp("eval"), 150)
 
 
 def evaluate(capsys, *arguments):
@@ -56,7 +53,7 @@ def test_the_table_of_the_paper(folder, data, cache, capsys):
     titles = ["LAMBADA ppl", *(b.title for b in BENCHMARKS.values()), "Average"]
     assert [line[:12].strip() for line in lines[2:]] == titles
     assert told.err == ""
-    assert list(cache.iterdir()) == []  # nothing is left of a run that has ended
+    assert list(cache.iterdir()) == []  # a finished evaluation leaves nothing
 
 
 def test_json_twice_equal_and_perplexity_beside(folder, data, tmp_path, capsys):
@@ -72,7 +69,7 @@ def test_json_twice_equal_and_perplexity_beside(folder, data, tmp_path, capsys):
 
 
 def wait_for_lines(cache, count, process):
-    """Until so many batches are answered."""
+    """Wait until `count` batches are cached."""
     end = time.monotonic() + LIMIT
     while time.monotonic() < end and process.poll() is None:
         for path in cache.glob("*.jsonl"):
@@ -82,7 +79,7 @@ def wait_for_lines(cache, count, process):
     raise AssertionError(f"no {count} batches: {process.poll()}")
 
 
-def test_a_killed_run_goes_on_and_ends_as_if_never_killed(folder, data, cache, tmp_path, capsys):
+def test_a_killed_evaluation_resumes_to_the_same_result(folder, data, cache, tmp_path, capsys):
     measure = ["--tasks", "winogrande,piqa", "--data", data, "--batch_size", 2, "--json"]
     arguments = [folder, *measure, "--limit", 60]
     words = [str(word) for word in arguments]
@@ -95,18 +92,18 @@ def test_a_killed_run_goes_on_and_ends_as_if_never_killed(folder, data, cache, t
     batches = kept.read_bytes().count(b"\n")
     assert 10 <= batches < 120  # killed midway
 
-    # Another model, by one bit of one weight, has none of these answers.
+    # A model that differs in one bit of one weight does not reuse the responses.
     changed = tmp_path / "changed"
     change_one_bit(folder, changed)
     other = evaluate(capsys, changed, *measure, "--limit", 2)
-    assert "Going on" not in other.err
+    assert "Resuming" not in other.err
     assert kept.exists()
 
     resumed = evaluate(capsys, *arguments)
-    assert f"Going on with {batches} answered batches." in resumed.err
+    assert f"Resuming with {batches} cached batches." in resumed.err
     assert not kept.exists()
     unbroken = evaluate(capsys, *arguments)
-    assert "Going on" not in unbroken.err
+    assert "Resuming" not in unbroken.err
     assert unbroken.out == resumed.out
 
 
@@ -129,7 +126,7 @@ def change_one_bit(folder, out):
         (["--tasks", "piqa", "--data", "EMPTY"], "has no file for piqa: looked for piqa_val.json"),
         (["--tasks", "piqa", "--data", "absent"], "--data: no absent"),
         (["--tasks", "piqa", "--data", "DATA", "--limit", "0"], "--limit 0 must be at least 1"),
-        (["--perplexity", "DATA", "--data", "DATA"], "is for --tasks"),
+        (["--perplexity", "DATA", "--data", "DATA"], "needs --tasks"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
@@ -152,14 +149,14 @@ def test_without_lm_eval_the_extra_is_named(folder, data, monkeypatch, capsys):
     assert "lm-evaluation-harness: pip install " in capsys.readouterr().err
 
 
-def test_a_place_for_answers_that_is_none_is_named(folder, data, tmp_path, monkeypatch, capsys):
+def test_an_unusable_cache_folder_is_an_error(folder, data, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(SystemExit):
         main(["evaluate", str(folder), "--tasks", "piqa", "--data", str(data), "--limit", "1"])
     told = capsys.readouterr().err
     assert told.count("\n") == 1
-    assert "XDG_CACHE_HOME names another place" in told
+    assert "set XDG_CACHE_HOME to another folder" in told
 
 
 DEFINITION = """\

@@ -73,7 +73,7 @@ def test_a_text_file_to_shards(tmp_path):
     done = run("book.txt", "--out", "data/book", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "train: 3,041 tokens, 1 documents, 3,040 bytes" in done.stdout
-    assert done.stdout.endswith("Kept in data/book\n")
+    assert done.stdout.endswith("Saved to data/book\n")
     out = tmp_path / "data" / "book"
     assert {path.name for path in out.iterdir()} == {
         "index.json",
@@ -83,7 +83,7 @@ def test_a_text_file_to_shards(tmp_path):
     }
     before = contents(out)
     again = run("book.txt", "--out", "data/book", "--json", cwd=tmp_path)
-    assert "prepared already" in again.stderr
+    assert "already prepared" in again.stderr
     assert json.loads(again.stdout) == json.loads(before["index.json"])
     assert contents(out) == before
 
@@ -105,7 +105,7 @@ def test_a_corpus_without_validation_says_how_to_train_on_it(tmp_path, capsys):
     assert run_here(tmp_path / "row.jsonl", "--out", tmp_path / "b", "--json") == 0
     said = capsys.readouterr()
     assert list(json.loads(said.out)["splits"]) == ["train"]
-    assert said.err == f"{remedy}since there are too few documents to hold one out\n"
+    assert said.err == f"{remedy}because there are too few documents to hold one out\n"
     assert run_here(tmp_path / "book.txt", "--out", tmp_path / "c") == 0
     assert "No validation" not in capsys.readouterr().out
 
@@ -117,11 +117,11 @@ def test_options_of_reading(tmp_path, capsys):
     for name, refusal, options in (
         (
             "old.txt",
-            "byte 0xef at offset 2; give its encoding by --encoding",
+            "byte 0xef at offset 2; set its encoding with --encoding",
             ["--encoding=cp1252"],
         ),
-        ("bomb.txt.gz", "allow more by --max_ratio 1000, or", ["--max_ratio", "0"]),
-        ("row.jsonl", "allow longer rows by --max_row_bytes", ["--max_row_bytes", "100"]),
+        ("bomb.txt.gz", "raise the limit with --max_ratio 1000, or", ["--max_ratio", "0"]),
+        ("row.jsonl", "allow longer rows with --max_row_bytes", ["--max_row_bytes", "100"]),
     ):
         path, out = tmp_path / name, tmp_path / f"{name}-out"
         few = ["--max_row_bytes", "10"] if name == "row.jsonl" else []
@@ -138,17 +138,17 @@ def test_options_of_reading(tmp_path, capsys):
     ("arguments", "named"),
     [
         (["book.txt"], "--out is missing"),
-        (["nothing.txt", "--out", "new"], "no nothing.txt (give a file, a folder, or a dataset"),
+        (["nothing.txt", "--out", "new"], "no nothing.txt (pass a file, a folder, or a dataset"),
         (["bok.txt", "--out", "new"], "no bok.txt; did you mean book.txt?"),
         (["./txts", "--out", "new"], "no ./txts; did you mean texts?"),
         (["texts/precios", "--out", "new"], "no texts/precios; did you mean texts/precious.txt?"),
         (["datasets:./txts", "--out", "new"], "dataset ./txts was not found: no ./txts; did you"),
-        (["book.txt", "--out", "new", "--tokenizer", "full/tok"], "--tokenizer: no full/tok (give"),
+        (["book.txt", "--out", "new", "--tokenizer", "full/tok"], "--tokenizer: no full/tok (pass"),
         (["book.txt", "--out", "new", "--tokenizer", "tok.json"], "--tokenizer: no tok.json"),
         (["book.txt", "--out", "new", "--tokenizer", "./txts"], "--tokenizer: no ./txts; did you"),
         (["book.txt", "--out", "full"], "--out full is in use"),
         (["book.txt", "--out", "book.txt/below"], "--out book.txt/below cannot be made"),
-        (["texts", "--out", "texts/new"], "--out texts/new lies in the corpus texts"),
+        (["texts", "--out", "texts/new"], "--out texts/new is inside the corpus texts"),
         (["book.txt", "--out", "new", "--validation", "1.5"], "--validation 1.5 must be"),
         (["book.txt", "--out", "new", "--seed", "-1"], "--seed -1 must be"),
         (["book.txt", "--out", "new", "--workers", "0"], "--workers 0 must be"),
@@ -295,14 +295,14 @@ def test_interrupted_it_says_so_and_goes_on_later(tmp_path, sources, tokenizer):
     running.send_signal(signal.SIGSTOP)  # or it might be done before the second has begun
     second = run(many, *options)
     assert second.returncode == 2
-    assert "is being filled by another process" in second.stderr
+    assert "is in use by another process" in second.stderr
     running.send_signal(signal.SIGINT)
     running.send_signal(signal.SIGCONT)
     assert running.communicate(timeout=LIMIT)[1] == "tokenformer prepare: interrupted\n"
     assert running.returncode == 130
     done = run(many, *options)
     assert done.returncode == 0, done.stderr
-    assert f"going on with {out}" in done.stdout
+    assert f"resuming {out}" in done.stdout
     Corpus(out).verify()
 
 

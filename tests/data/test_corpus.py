@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tokenformer.data.batches import fixed_batches, sample_batch
 from tokenformer.data.corpus import Corpus
-from tokenformer.data.preparation import Request, prepare
+from tokenformer.data.preparation import PrepareOptions, prepare
 from tokenformer.errors import DataError
 
 TEXT = "".join(f"line {number} says {number * 7919 % 1000}\n" for number in range(400)).encode()
@@ -22,7 +22,8 @@ def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("corpus")
     (place / "text.txt").write_bytes(TEXT)
     prepare(
-        Request(corpus=str(place / "text.txt"), shard_tokens=1000, validation=0.1), place / "out"
+        PrepareOptions(corpus=str(place / "text.txt"), shard_tokens=1000, validation=0.1),
+        place / "out",
     )
     return place / "out"
 
@@ -90,7 +91,7 @@ def test_a_split_that_is_too_short_is_named_with_its_size(folder):
 def test_a_torn_shard_is_named(copy):
     shard = copy / "train-00002.bin"
     shard.write_bytes(shard.read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"train-00002.bin is torn: it has 1998 bytes.*2000"):
+    with pytest.raises(DataError, match=r"train-00002.bin is damaged: it has 1998 bytes.*2000"):
         Corpus(copy).split("train")
     Corpus(copy).split("validation")
 

@@ -7,14 +7,14 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from tokenformer.data.corpus import Corpus
-from tokenformer.data.preparation import Request, prepare
+from tokenformer.data.preparation import PrepareOptions, prepare
 from tokenformer.errors import DataError
 
 ROWS = [f"row {number} of a web page\n" for number in range(1000)]
 
 
 def run(corpus, out, **options) -> Corpus:
-    prepare(Request(corpus=corpus, **options), out)
+    prepare(PrepareOptions(corpus=corpus, **options), out)
     return Corpus(out)
 
 
@@ -64,8 +64,8 @@ def test_what_cannot_be_found_is_one_clear_line(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"dataset .*no-such was not found") as raised:
         run(f"datasets:{tmp_path}/no-such", tmp_path / "out")
     assert "\n" not in str(raised.value)
-    with pytest.raises(DataError, match=r"no .*/missing.txt \(give"):
+    with pytest.raises(DataError, match=r"no .*/missing.txt \(pass"):
         run(str(tmp_path / "missing.txt"), tmp_path / "out")
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(DataError, match="--subset x belongs to a dataset"):
+    with pytest.raises(DataError, match="--subset x is for datasets"):
         run(str(tmp_path / "a.txt"), tmp_path / "out", subset="x")

@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset
 
-from tokenformer.data.documents import read_pieces
+from tokenformer.data.documents import read_blocks
 from tokenformer.data.sources import find_sources
 
 DOCUMENTS = [f"document {number}\n" * (number * 7 % 11) for number in range(40)]
@@ -17,7 +17,7 @@ DOCUMENTS = [f"document {number}\n" * (number * 7 % 11) for number in range(40)]
 @pytest.fixture
 def corpora(tmp_path, monkeypatch):
     """The same documents, some of them empty and some in several pieces, in every kind of file."""
-    monkeypatch.setattr("tokenformer.data.documents.PIECE", 64)
+    monkeypatch.setattr("tokenformer.data.documents.BLOCK_BYTES", 64)
     rows = "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS)
     (tmp_path / "rows.jsonl").write_text(rows)
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
@@ -36,10 +36,10 @@ def corpora(tmp_path, monkeypatch):
 def test_reading_goes_on_after_any_piece(corpora, name):
     prefix = "datasets:" if name == "dataset" else ""
     sources = find_sources(f"{prefix}{corpora / name}")
-    pieces = list(read_pieces(sources, "text", {}, None))
+    pieces = list(read_blocks(sources, "text", {}, None))
     assert b"".join(piece.text for piece in pieces).decode() == "".join(DOCUMENTS)
     assert sum(piece.starts for piece in pieces) == sum(text != "" for text in DOCUMENTS)
     assert len(pieces) > 50
     for number in range(0, len(pieces), 5):
-        rest = list(read_pieces(sources, "text", {}, pieces[number].position))
+        rest = list(read_blocks(sources, "text", {}, pieces[number].position))
         assert rest == pieces[number + 1 :]

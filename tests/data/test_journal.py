@@ -11,24 +11,24 @@ import pytest
 from datasets import Dataset
 
 from tokenformer.data.corpus import Corpus
-from tokenformer.data.preparation import Request, prepare
-from tokenformer.data.reading import Reading
+from tokenformer.data.preparation import PrepareOptions, prepare
 from tokenformer.data.sources import find_sources
+from tokenformer.data.text_encoding import ReadOptions
 from tokenformer.errors import DataError
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Every chunk of 2,000 bytes is synced."""
-    monkeypatch.setattr("tokenformer.data.preparation.CHUNK", 2000)
-    monkeypatch.setattr("tokenformer.data.documents.PIECE", 1000)
+    monkeypatch.setattr("tokenformer.data.corpus_reader.CHUNK_BYTES", 2000)
+    monkeypatch.setattr("tokenformer.data.documents.BLOCK_BYTES", 1000)
     monkeypatch.setattr("tokenformer.data.preparation.SYNC_SECONDS", 0.0)
 
 
 def stop_after(chunks: int):
     left = iter(range(chunks))
 
-    def stop(standing):
+    def stop(progress):
         if next(left, None) is None:
             raise KeyboardInterrupt
 
@@ -37,7 +37,7 @@ def stop_after(chunks: int):
 
 def interrupted(corpus, out) -> dict:
     with pytest.raises(KeyboardInterrupt):
-        prepare(Request(str(corpus)), out, on_standing=stop_after(2))
+        prepare(PrepareOptions(str(corpus)), out, on_progress=stop_after(2))
     journal = json.loads((out / "unfinished.json").read_text())
     assert journal["position"]
     return journal
@@ -65,10 +65,10 @@ def test_a_source_edited_meanwhile_with_the_same_size_is_refused(tmp_path, kind)
     file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     with pytest.raises(DataError, match=r"modified after .* was started.* remove .* run the com"):
-        prepare(Request(name), out)
+        prepare(PrepareOptions(name), out)
     file.write_bytes(content)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    prepare(Request(name), out)
+    prepare(PrepareOptions(name), out)
     Corpus(out).verify()
 
 
@@ -76,25 +76,25 @@ def test_a_source_edited_while_it_is_read_is_refused(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("a line of text\n" * 1000)
 
-    def edit(standing):
+    def edit(progress):
         file.write_text("A line of text\n" * 1000)
         os.utime(file, ns=(0, 0))
 
     with pytest.raises(DataError, match=r"a.txt was modified after"):
-        prepare(Request(str(file)), tmp_path / "out", on_standing=edit)
+        prepare(PrepareOptions(str(file)), tmp_path / "out", on_progress=edit)
     with pytest.raises(DataError, match="is not finished"):
         Corpus(tmp_path / "out")
 
 
 def test_a_small_source_that_is_only_touched_is_not_refused(tmp_path):
-    file, out, notes = tmp_path / "a.txt", tmp_path / "out", []
+    file, out, messages = tmp_path / "a.txt", tmp_path / "out", []
     file.write_text("a line of text\n" * 1000)
     interrupted(file, out)
     os.utime(file, ns=(0, 0))
-    prepare(Request(str(file)), out, on_standing=lambda standing: os.utime(file, ns=(1, 1)))
+    prepare(PrepareOptions(str(file)), out, on_progress=lambda progress: os.utime(file, ns=(1, 1)))
     Corpus(out).verify()
-    prepare(Request(str(file)), out, on_note=notes.append)
-    assert notes == [f"{out} is prepared already"]
+    prepare(PrepareOptions(str(file)), out, on_message=messages.append)
+    assert messages == [f"{out} is already prepared"]
 
 
 def test_a_large_source_that_is_touched_can_be_continued_as_the_error_says(tmp_path):
@@ -103,24 +103,24 @@ def test_a_large_source_that_is_touched_can_be_continued_as_the_error_says(tmp_p
     interrupted(file, out)
     os.utime(file, ns=(0, 0))
     with pytest.raises(DataError, match="if its content is the same") as error:
-        prepare(Request(str(file)), out)
+        prepare(PrepareOptions(str(file)), out)
     command = str(error.value).split("`")[1]
     subprocess.run(shlex.split(command), check=True, timeout=60)
-    prepare(Request(str(file)), out)
+    prepare(PrepareOptions(str(file)), out)
     Corpus(out).verify()
 
 
 def test_a_finished_corpus_notes_a_source_edited_since(tmp_path):
-    file, out, notes = tmp_path / "a.txt", tmp_path / "out", []
+    file, out, messages = tmp_path / "a.txt", tmp_path / "out", []
     content = bytearray(b"a line of text\n" * 20_000)
     file.write_bytes(content)
-    index = prepare(Request(str(file)), out)
+    index = prepare(PrepareOptions(str(file)), out)
     content[len(content) // 3] ^= 1  # which the samples of its start, middle and end do not show
     file.write_bytes(content)
     os.utime(file, ns=(0, 0))
-    assert prepare(Request(str(file)), out, on_note=notes.append) == index
+    assert prepare(PrepareOptions(str(file)), out, on_message=messages.append) == index
     modified = f"a.txt was modified after {out} was prepared; remove {out} to prepare it again"
-    assert notes == [f"{out} is prepared already", modified]
+    assert messages == [f"{out} is already prepared", modified]
 
 
 def test_a_source_that_cannot_be_read_is_named_and_leaves_no_folder(tmp_path, monkeypatch):
@@ -135,11 +135,11 @@ def test_a_source_that_cannot_be_read_is_named_and_leaves_no_folder(tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr("tokenformer.data.preparation.find_sources", found_then_deleted)
         with pytest.raises(DataError, match=r"^a.txt cannot be read.*No such file"):
-            prepare(Request(str(file)), out)
+            prepare(PrepareOptions(str(file)), out)
     assert not out.exists()
     file.write_text("a line of text\n" * 1000)
     with pytest.raises(DataError, match=r"^a.txt cannot be read.*No such file"):
-        prepare(Request(str(file)), out, on_standing=lambda _: file.unlink(missing_ok=True))
+        prepare(PrepareOptions(str(file)), out, on_progress=lambda _: file.unlink(missing_ok=True))
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
@@ -149,30 +149,30 @@ def test_an_older_version_that_kept_a_byte_order_mark_is_not_continued(tmp_path,
     journal = interrupted(file, out)
     del journal["stamps"]
     (out / "unfinished.json").write_text(json.dumps(journal))
-    with pytest.raises(DataError, match=r"a.txt .*byte order mark; remove .*/out and run"):
-        prepare(Request(str(file)), out)
+    with pytest.raises(DataError, match=r"a.txt has a byte order mark.*; remove .*/out and run"):
+        prepare(PrepareOptions(str(file)), out)
 
 
 def test_an_advised_encoding_says_to_remove_the_folder_first(tmp_path):
     file, out = tmp_path / "a.txt", tmp_path / "out"
     file.write_bytes(b"a line of text\n" * 1000 + b"\xe9")
     with pytest.raises(DataError, match=r"--encoding .*/out holds .*remove it first"):
-        prepare(Request(str(file)), out)
-    latin = Request(str(file), reading=Reading("latin-1"))
+        prepare(PrepareOptions(str(file)), out)
+    latin = PrepareOptions(str(file), read_options=ReadOptions("latin-1"))
     told = r"was made with --encoding utf-8, not latin-1; remove .*/out first and run"
     with pytest.raises(DataError, match=told):
         prepare(latin, out)
     shutil.rmtree(out)
     prepare(latin, out)
-    with pytest.raises(DataError, match="latin-1, not utf-8; name a new folder or remove it"):
-        prepare(Request(str(file)), out)
+    with pytest.raises(DataError, match="latin-1, not utf-8; use a new folder or remove it"):
+        prepare(PrepareOptions(str(file)), out)
 
 
 def test_the_default_encoding_can_be_named(tmp_path):
     file, out = tmp_path / "a.txt", tmp_path / "out"
     file.write_text("a line of text\n" * 1000)
-    index = prepare(Request(str(file)), out)
-    assert prepare(Request(str(file), reading=Reading("utf-8")), out) == index
+    index = prepare(PrepareOptions(str(file)), out)
+    assert prepare(PrepareOptions(str(file), read_options=ReadOptions("utf-8")), out) == index
 
 
 def test_a_changed_size_names_the_file(tmp_path):
@@ -181,7 +181,7 @@ def test_a_changed_size_names_the_file(tmp_path):
     interrupted(file, tmp_path / "out")
     file.write_text("a line of text\n" * 999)
     with pytest.raises(DataError, match=r"holds another corpus, or a.txt has changed"):
-        prepare(Request(str(file)), tmp_path / "out")
+        prepare(PrepareOptions(str(file)), tmp_path / "out")
 
 
 def test_a_journal_of_an_older_version_continues(tmp_path):
@@ -194,19 +194,19 @@ def test_a_journal_of_an_older_version_continues(tmp_path):
         del journal["settings"][name]
     journal["parts"] = [["train", 14_250], ["validation", None]]
     (out / "unfinished.json").write_text(json.dumps(journal))
-    prepare(Request(str(file)), out)
+    prepare(PrepareOptions(str(file)), out)
     assert Corpus(out).split("validation").bytes == 750
 
 
 def test_a_corpus_of_an_older_version_is_finished(tmp_path):
-    file, out, notes = tmp_path / "a.txt", tmp_path / "out", []
+    file, out, messages = tmp_path / "a.txt", tmp_path / "out", []
     file.write_text("a line of text\n" * 100)
-    index = prepare(Request(str(file)), out)
+    index = prepare(PrepareOptions(str(file)), out)
     for name in ("encoding", "encoding_errors"):
         del index["settings"][name]
     (out / "index.json").write_text(json.dumps(index))
-    assert prepare(Request(str(file)), out, on_note=notes.append) == index
-    assert notes == [f"{out} is prepared already"]
+    assert prepare(PrepareOptions(str(file)), out, on_message=messages.append) == index
+    assert messages == [f"{out} is already prepared"]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_damaged_journal_is_refused_by_name(tmp_path, alter):
     for text in (json.dumps(journal), "{torn", "null"):
         (out / "unfinished.json").write_text(text)
         with pytest.raises(DataError, match=r"unfinished.json is damaged: .*; remove .*/out"):
-            prepare(Request(str(file)), out)
+            prepare(PrepareOptions(str(file)), out)
         assert (out / "unfinished.json").read_text() == text, "nothing is deleted"
 
 
@@ -253,29 +253,29 @@ def test_an_interrupt_that_python_ignores_is_not_lost(tmp_path, chunk):
     file.write_text("a line of text\n" * 1000)
     calls, told = iter(range(1000)), []
 
-    def signalled(standing):
-        told.append(standing)
-        if next(calls) == chunk or (chunk < 0 and standing.bytes == 15_000):
+    def signalled(progress):
+        told.append(progress)
+        if next(calls) == chunk or (chunk < 0 and progress.text_bytes == 15_000):
             dying = Dying()
             del dying
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(Request(str(file)), out, on_standing=signalled)
+        prepare(PrepareOptions(str(file)), out, on_progress=signalled)
     assert chunk < 0 or len(told) <= chunk + 2, "it stops at the next chunk"
     assert not (out / "index.json").exists()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    prepare(Request(str(file)), out)
+    prepare(PrepareOptions(str(file)), out)
     Corpus(out).verify()
 
 
 def test_no_thread_pool_dies_while_shards_are_written(tmp_path):
     """The hashing thread of the first preparation serves the second."""
-    from tokenformer.data.shards import hasher
+    from tokenformer.data.shards import hash_executor
 
     (tmp_path / "a.txt").write_text("text\n" * 100)
-    prepare(Request(str(tmp_path / "a.txt")), tmp_path / "one")
-    threads = set(hasher()._threads)
-    prepare(Request(str(tmp_path / "a.txt")), tmp_path / "two")
+    prepare(PrepareOptions(str(tmp_path / "a.txt")), tmp_path / "one")
+    threads = set(hash_executor()._threads)
+    prepare(PrepareOptions(str(tmp_path / "a.txt")), tmp_path / "two")
     assert len(threads) == 1
-    assert set(hasher()._threads) == threads
+    assert set(hash_executor()._threads) == threads
     assert all(thread.is_alive() for thread in threads)

@@ -15,8 +15,9 @@ import pytest
 import zstandard
 
 from tokenformer.data.corpus import Corpus
-from tokenformer.data.documents import STANDARD_SIZE, cut, place_to_cut
-from tokenformer.data.preparation import Request, prepare
+from tokenformer.data.documents import cut, place_to_cut
+from tokenformer.data.preparation import PrepareOptions, prepare
+from tokenformer.data.splits import STANDARD_SIZE
 from tokenformer.errors import DataError
 
 END = 256
@@ -54,7 +55,7 @@ def make(tmp_path):
 
     def run(corpus, workers=1, **options):
         out = tmp_path / f"out-{next(count)}"
-        prepare(Request(corpus=str(corpus), **options), out, workers=workers)
+        prepare(PrepareOptions(corpus=str(corpus), **options), out, workers=workers)
         Corpus(out).verify()
         return Corpus(out)
 
@@ -168,19 +169,22 @@ def test_so_many_documents_and_no_more_also_after_an_interruption(make, tmp_path
     assert few.index["splits"] == make(tmp_path / "all.jsonl", documents=50).index["splits"]
     assert make(tmp_path / "few.jsonl", documents=51).index["splits"] == few.index["splits"]
 
-    monkeypatch.setattr("tokenformer.data.preparation.CHUNK", 300)
+    monkeypatch.setattr("tokenformer.data.corpus_reader.CHUNK_BYTES", 300)
     monkeypatch.setattr("tokenformer.data.preparation.SYNC_SECONDS", 0.0)
-    request, out = Request(str(tmp_path / "all.jsonl"), documents=50), tmp_path / "interrupted"
+    request, out = (
+        PrepareOptions(str(tmp_path / "all.jsonl"), documents=50),
+        tmp_path / "interrupted",
+    )
     calls = iter(range(100))
 
-    def interrupt(standing):
+    def interrupt(progress):
         if next(calls) in (3, 7):
             raise KeyboardInterrupt
 
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            prepare(request, out, on_standing=interrupt)
-    prepare(request, out, on_standing=interrupt)
+            prepare(request, out, on_progress=interrupt)
+    prepare(request, out, on_progress=interrupt)
     assert Corpus(out).index["splits"] == few.index["splits"]
 
 
@@ -221,14 +225,18 @@ def test_enwik8(make, real_data):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("cut.txt.gz", gzip.compress(b"text" * 9999)[:-20], "cut.txt.gz cannot be read to its end"),
-        ("cut.txt.bz2", bz2.compress(b"text" * 9999)[:-20], "cannot be read to its end"),
-        ("cut.txt.xz", lzma.compress(b"text" * 9999)[:-20], "cannot be read to its end"),
-        ("cut.txt.zst", zstandard.compress(b"text" * 9999)[:-5], "cannot be read to its end"),
-        ("cut.zip", zipped(a=b"text" * 9999)[:-30], "cannot be read to its end"),
-        ("bad.txt.gz", b"plain", "bad.txt.gz cannot be read to its end"),
+        ("cut.txt.gz", gzip.compress(b"text" * 9999)[:-20], "cut.txt.gz cannot be read"),
+        ("cut.txt.bz2", bz2.compress(b"text" * 9999)[:-20], "cannot be read"),
+        ("cut.txt.xz", lzma.compress(b"text" * 9999)[:-20], "cannot be read"),
+        ("cut.txt.zst", zstandard.compress(b"text" * 9999)[:-5], "cannot be read"),
+        ("cut.zip", zipped(a=b"text" * 9999)[:-30], "cannot be read"),
+        ("bad.txt.gz", b"plain", "bad.txt.gz cannot be read"),
         ("bad.jsonl", b'{"text": "a"}\n{"text": \n', "bad.jsonl, line 2 is not JSON"),
-        ("bad.jsonl", b'{"body": "a"}\n', "line 1 has no field 'text' but 'body'; .* --text_field"),
+        (
+            "bad.jsonl",
+            b'{"body": "a"}\n',
+            "line 1 has no field 'text'; its fields are 'body'; .* --text_field",
+        ),
         ("bad.jsonl", b"[1]\n", "line 1 has no field 'text'"),
         ("bad.jsonl", b'{"text": 5}\n', "the field 'text' holds int, not text"),
         ("bad.parquet", b"PAR1 not", "bad.parquet is not parquet"),
@@ -251,7 +259,7 @@ def test_a_damaged_archive_member_is_found_by_its_checksum(make, tmp_path):
     content = bytearray(zipped(**{"a.txt": random.Random(0).randbytes(5000)}))
     content[2000] ^= 1
     (tmp_path / "a.zip").write_bytes(content)
-    with pytest.raises(DataError, match="cannot be read to its end"):
+    with pytest.raises(DataError, match="cannot be read"):
         make(tmp_path / "a.zip")
 
 
@@ -264,7 +272,7 @@ def test_names_of_archive_members_are_only_names(make, tmp_path):
 
 @pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 250, 1000])
 def test_pieces_are_the_document_cut_at_good_places(monkeypatch, size):
-    monkeypatch.setattr("tokenformer.data.documents.PIECE", 100)
+    monkeypatch.setattr("tokenformer.data.documents.BLOCK_BYTES", 100)
     text = ("日本語 and\nother words,\n\n more" * 50).encode()[:size]
     parts = (("train", size // 2), ("validation", None))
     pieces = list(cut(io.BytesIO(text), parts))

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from tokenformer.data.byte_tokenizer import byte_tokenizer
 from tokenformer.data.corpus import Corpus
-from tokenformer.data.preparation import Request, prepare
+from tokenformer.data.preparation import PrepareOptions, prepare
 from tokenformer.data.standard_library import source_files
 from tokenformer.data.tokenizer import load_tokenizer
 from tokenformer.errors import DataError
@@ -32,7 +32,7 @@ def python_sources() -> bytes:
 
 
 def run(corpus, out, workers=1, **options) -> Corpus:
-    prepare(Request(corpus=str(corpus), **options), out, workers=workers)
+    prepare(PrepareOptions(corpus=str(corpus), **options), out, workers=workers)
     return Corpus(out)
 
 
@@ -113,7 +113,7 @@ def test_a_tokenizer_folder_and_a_large_vocabulary(tmp_path):
         ({"tokenizer": "bpe", "vocab_size": 100}, "--vocab_size 100 must be at least 257"),
         ({"vocab_size": 4096}, "add --tokenizer bpe"),
         ({"tokenizer": "a.txt"}, "is not a tokenizer.json"),
-        ({"tokenizer": "no/such/thing"}, r"--tokenizer: no no/such/thing \(give bytes, bpe"),
+        ({"tokenizer": "no/such/thing"}, r"--tokenizer: no no/such/thing \(pass bytes, bpe"),
     ],
 )
 def test_tokenizers_that_cannot_be_are_one_clear_line(tmp_path, monkeypatch, options, message):

@@ -87,16 +87,28 @@ def test_labels_come_from_a_file_beside_or_from_the_rows(tmp_path):
 @pytest.mark.parametrize(
     ("task", "row", "named"),
     [
-        ("lambada_openai", {"txt": "a"}, "line 1: it has no 'text'"),
-        ("lambada_openai", {"text": 3}, "3 is not a text"),
-        ("lambada_openai", ["text"], "line 1 is no row of lambada_openai"),
-        ("piqa", {"goal": "g", "sol1": "a", "sol2": "b"}, "it has no 'label'"),
-        ("piqa", {"goal": "g", "sol1": "a", "sol2": "b", "label": 2}, "answer 2 is not among 2"),
-        ("arc_easy", {**ARC, "answerKey": "E"}, "answer E is not among A, B, C"),
-        ("arc_easy", {"question": "q", "choices": ["a"], "gold": 1}, "answer 1 is not among 1"),
+        ("lambada_openai", {"txt": "a"}, "line 1 has no field 'text'"),
+        ("lambada_openai", {"text": 3}, "3 is not a string"),
+        ("lambada_openai", ["text"], "line 1 is not a row of lambada_openai"),
+        ("piqa", {"goal": "g", "sol1": "a", "sol2": "b"}, "has no field 'label'"),
+        (
+            "piqa",
+            {"goal": "g", "sol1": "a", "sol2": "b", "label": 2},
+            "answer 2 is not one of 0 to 1",
+        ),
+        ("arc_easy", {**ARC, "answerKey": "E"}, "answer E is not one of A, B, C"),
+        (
+            "arc_easy",
+            {"question": "q", "choices": ["a"], "gold": 1},
+            "answer 1 is not one of 0 to 0",
+        ),
         ("winogrande", {**WINOGRANDE, "sentence": "It ends."}, "the sentence has no _"),
-        ("winogrande", {**WINOGRANDE, "answer": ""}, "is no row of winogrande"),
-        ("hellaswag", {"activity_label": "a", "ctx_a": "b", "ctx_b": "c"}, "it has no 'endings'"),
+        ("winogrande", {**WINOGRANDE, "answer": ""}, "is not a row of winogrande"),
+        (
+            "hellaswag",
+            {"activity_label": "a", "ctx_a": "b", "ctx_b": "c"},
+            "has no field 'endings'",
+        ),
     ],
 )
 def test_a_row_that_is_none_is_named(task, row, named, tmp_path):
@@ -113,7 +125,7 @@ def test_files_that_are_none_are_refused(tmp_path):
     with pytest.raises(DataError, match="is empty"):
         list(read_rows(BENCHMARKS["piqa"], path))
     path.write_text("not JSON\n")
-    with pytest.raises(DataError, match="line 1 is no row of piqa"):
+    with pytest.raises(DataError, match="line 1 is not a row of piqa"):
         list(read_rows(BENCHMARKS["piqa"], path))
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match="is not UTF-8 text"):

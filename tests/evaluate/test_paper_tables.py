@@ -77,11 +77,11 @@ def test_the_table_has_the_papers_metrics_and_figures():
 
 def test_no_average_of_some_tasks_and_a_row_for_any_other():
     some = [s for s in measured() if s.task != "piqa"] + [Score("sciq", "acc", 71.0, None, 1000)]
-    scores = Scores(2_000_000_000, some, too_long=3)
+    scores = Scores(2_000_000_000, some, truncated=3)
     assert scores.average is None
     lines = str(scores).splitlines()
     assert lines[-2].split() == ["sciq", "acc", "1,000", "71.0", "-", *"-------"]
-    assert lines[-1].startswith("3 requests were longer than the model reads")
+    assert lines[-1].startswith("3 requests were longer than the model's context")
     assert max(map(len, lines)) <= 100
 
 

@@ -9,8 +9,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from tokenformer.data.byte_tokenizer import byte_tokenizer
 from tokenformer.errors import DataError
-from tokenformer.evaluate.evaluation_text import DECODED_AT_ONCE, Text, count_words
 from tokenformer.evaluate.perplexity import Perplexity, measure_perplexity, windows
+from tokenformer.evaluate.tokenized_text import DECODE_TOKENS, TokenizedText, count_words
 
 START = 60
 
@@ -48,7 +48,7 @@ def test_equals_a_direct_computation(model, tokens, length, stride):
         length, stride = 60, 30
     with torch.no_grad():
         expected = direct(model, tokens, length, stride)
-    text = Text(tokens, bytes=77, words=20)
+    text = TokenizedText(tokens, bytes=77, words=20)
     for batch_size in (1, 3, None):
         found = measure_perplexity(
             model, text, start=START, length=length, stride=stride, batch_size=batch_size
@@ -75,22 +75,24 @@ def test_every_token_is_scored_once_with_its_context(count):
 
 def test_progress_reaches_the_end(model, tokens):
     heard = []
-    measure_perplexity(model, Text(tokens, 1, 1), start=0, length=8, on_tokens=heard.append)
+    measure_perplexity(
+        model, TokenizedText(tokens, 1, 1), start=0, length=8, on_tokens=heard.append
+    )
     assert heard == sorted(heard)
     assert heard[-1] == len(tokens)
 
 
 def test_refuses_an_empty_text_and_a_stride_that_would_leave_gaps(model, tokens):
     with pytest.raises(ValueError, match="stride=9"):
-        measure_perplexity(model, Text(tokens, 1, 1), start=0, length=8, stride=9)
+        measure_perplexity(model, TokenizedText(tokens, 1, 1), start=0, length=8, stride=9)
     with pytest.raises(ValueError, match="empty"):
-        measure_perplexity(model, Text(tokens[:0], 0, 0), start=0, length=8)
+        measure_perplexity(model, TokenizedText(tokens[:0], 0, 0), start=0, length=8)
 
 
 def test_windows_beyond_learned_positions_are_refused_and_beyond_rotary_ones_are_not(
     make_model, tokens
 ):
-    text, windows = Text(tokens, 1, 1), {"start": START, "length": 80}
+    text, windows = TokenizedText(tokens, 1, 1), {"start": START, "length": 80}
     assert measure_perplexity(make_model("tokenformer"), text, **windows).tokens == len(tokens)
     theirs = GPT2LMHeadModel(
         GPT2Config(vocab_size=61, n_embd=8, n_layer=1, n_head=1, n_positions=64)
@@ -105,7 +107,7 @@ def test_a_perplexity_beyond_floats_is_infinite():
 
 
 def test_words_are_counted_across_the_parts_that_are_decoded():
-    text = "naïve café  and\nmore words " * (DECODED_AT_ONCE // 20)
+    text = "naïve café  and\nmore words " * (DECODE_TOKENS // 20)
     tokens = np.frombuffer(text.encode(), dtype=np.uint8)
-    assert len(tokens) > DECODED_AT_ONCE
+    assert len(tokens) > DECODE_TOKENS
     assert count_words(tokens, byte_tokenizer()) == len(text.split())

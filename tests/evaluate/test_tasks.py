@@ -1,15 +1,15 @@
-"""Benchmarks through lm-eval against the same computed by hand from the same real files."""
+"""Benchmarks through lm-eval against a separate computation from the same real files."""
 
 import math
 
 import pytest
 import torch
 
-from tests.evaluate.prompts import items
+from tests.support.evaluation import copy_first_lines, items
 from tokenformer.data.byte_tokenizer import END_OF_TEXT, byte_tokenizer
 from tokenformer.errors import DataError
 from tokenformer.evaluate.benchmarks import BENCHMARKS
-from tokenformer.evaluate.scorer import Scorer
+from tokenformer.evaluate.harness_model import HarnessModel
 from tokenformer.evaluate.tasks import load_tasks, score_task
 
 pytestmark = pytest.mark.usefixtures("no_network")
@@ -17,12 +17,7 @@ pytestmark = pytest.mark.usefixtures("no_network")
 
 @pytest.fixture(scope="module")
 def data(real_data, tmp_path_factory):
-    """The first 40 lines of each file, which load at once."""
-    folder = tmp_path_factory.mktemp("eval")
-    for path in real_data("eval").iterdir():
-        lines = path.read_text().splitlines(keepends=True)[:40]
-        (folder / path.name).write_text("".join(lines))
-    return folder
+    return copy_first_lines(real_data("eval"), tmp_path_factory.mktemp("eval"), 40)
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +33,12 @@ def neox_tokenizer(real_data):
     return PreTrainedTokenizerFast(tokenizer_file=file, eos_token="<|endoftext|>")
 
 
-def scores(task, scorer, limit):
-    return {score.metric: score for score in score_task(task, scorer, limit)}
+def scores(task, harness_model, limit):
+    return {score.metric: score for score in score_task(task, harness_model, limit)}
 
 
 def log_likelihood(model, context, continuation):
-    """Of bytes after bytes, and whether each is the likeliest; one request by itself."""
+    """The log-likelihood of one request, byte by byte, and whether greedy decoding produces it."""
     most = getattr(model.config, "max_position_embeddings", 2048)
     ids = [*context.encode(), *continuation.encode()][-(most + 1) :]
     count = len(continuation.encode())
@@ -59,9 +54,9 @@ def test_a_model_scores_what_is_computed_by_hand(task, tasks, data, byte_model, 
     limit, accuracy = 4, BENCHMARKS[task].metric
     by_hand = items(task, data, limit)
     answers = [[log_likelihood(byte_model, *pair) for pair in item.requests] for item in by_hand]
-    scorer = Scorer(byte_model, byte_tokenizer(), tmp_path)
-    found = scores(tasks[task], scorer, limit)
-    # What lm-eval asked and heard: the requests word for word, and each log-likelihood.
+    harness_model = HarnessModel(byte_model, byte_tokenizer(), tmp_path)
+    found = scores(tasks[task], harness_model, limit)
+    # Requests and log-likelihoods that lm-eval used.
     (instances,) = [each.instances for each in tasks[task]["tasks"].values()]
     assert [i.args for i in instances] == [pair for item in by_hand for pair in item.requests]
     flat = [answer for item in answers for answer in item]
@@ -69,7 +64,7 @@ def test_a_model_scores_what_is_computed_by_hand(task, tasks, data, byte_model, 
         logprob, is_greedy = instance.resps[-1]
         assert logprob == pytest.approx(expected, rel=1e-5)
         assert is_greedy == greedy
-    # And what was made of them.
+    # Scores that it computed from them.
     if task == "lambada_openai":
         mean = sum(logprob for ((logprob, _),) in answers) / limit
         assert found["perplexity"].value == pytest.approx(math.exp(-mean), rel=1e-4)
@@ -89,7 +84,7 @@ def test_a_model_scores_what_is_computed_by_hand(task, tasks, data, byte_model, 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "opt", "mamba"])
 def test_models_that_are_not_ours(family, tasks, data, tmp_path):
-    """The paper's rivals by their architecture: Pythia's, OPT's and Mamba's."""
+    """The architectures of the paper's baselines: Pythia, OPT and Mamba."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -98,8 +93,8 @@ def test_models_that_are_not_ours(family, tasks, data, tmp_path):
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, vocab_size=257, **shape)
     model = AutoModelForCausalLM.from_config(config).eval()
-    scorer = Scorer(model, byte_tokenizer(), tmp_path)
-    score_task(tasks["winogrande"], scorer, 3)
+    harness_model = HarnessModel(model, byte_tokenizer(), tmp_path)
+    score_task(tasks["winogrande"], harness_model, 3)
     (instances,) = [each.instances for each in tasks["winogrande"]["tasks"].values()]
     for instance in instances:
         expected, _ = log_likelihood(model, *instance.args)
@@ -119,8 +114,8 @@ def uniform(make_config, vocab_size):
 
 
 def fewest_tokens_score(task, data, limit, encode, vocab_size):
-    """Percent right of whoever takes the choice with the fewest tokens (by the character where
-    the benchmark divides by length), the first of equals."""
+    """Accuracy of always picking the first choice with the fewest tokens (per character for
+    acc_norm)."""
     each = -torch.log(torch.tensor(float(vocab_size)))
     right = []
     for item in items(task, data, limit):
@@ -135,7 +130,7 @@ def fewest_tokens_score(task, data, limit, encode, vocab_size):
 
 
 def check_uniform(task, tasks, data, model, tokenizer, limit, folder):
-    found = scores(tasks[task], Scorer(model, tokenizer, folder), limit)
+    found = scores(tasks[task], HarnessModel(model, tokenizer, folder), limit)
     size = model.config.vocab_size
     if task == "lambada_openai":
         assert found["acc"].value == 0
@@ -177,10 +172,10 @@ def test_uniform_logits_on_hundreds_of_items(
 
 def test_contexts_that_lose_their_beginning_are_counted(tasks, data, make_model, tmp_path):
     model = make_model("tokenformer", vocab_size=257, max_position_embeddings=100)
-    scorer = Scorer(model, byte_tokenizer(), tmp_path)
-    score_task(tasks["winogrande"], scorer, 10)
+    harness_model = HarnessModel(model, byte_tokenizer(), tmp_path)
+    score_task(tasks["winogrande"], harness_model, 10)
     requests = [pair for item in items("winogrande", data, 10) for pair in item.requests]
-    assert scorer.too_long == sum(len((c + a).encode()) > 101 for c, a in requests) > 0
+    assert harness_model.truncated == sum(len((c + a).encode()) > 101 for c, a in requests) > 0
 
 
 @pytest.mark.parametrize("context", ["", "Q", "Question: " * 9], ids=len)
@@ -189,10 +184,10 @@ def test_an_answer_longer_than_the_model_reads_is_scored_in_windows(context, mak
 
     model = make_model("tokenformer", vocab_size=257, max_position_embeddings=32)
     answer = " An answer of some length, which goes on and on and on, and then ends."
-    scorer = Scorer(model, byte_tokenizer(), tmp_path)
+    harness_model = HarnessModel(model, byte_tokenizer(), tmp_path)
     request = Instance(request_type="loglikelihood", doc={}, arguments=(context, answer), idx=0)
     short = Instance(request_type="loglikelihood", doc={}, arguments=("Q", " a"), idx=1)
-    (found, greedy), (beside, _) = scorer.loglikelihood([request, short])
+    (found, greedy), (beside, _) = harness_model.loglikelihood([request, short])
     ids = [*context.encode(), *answer.encode()]
     ids = ids if context else [END_OF_TEXT, *ids]
     expected, spaces = 0.0, len(context) - len(context.rstrip())  # they belong to the answer
@@ -205,14 +200,14 @@ def test_an_answer_longer_than_the_model_reads_is_scored_in_windows(context, mak
     assert found == pytest.approx(expected, rel=1e-5)
     assert not greedy
     assert beside == pytest.approx(log_likelihood(model, "Q", " a")[0], rel=1e-5)
-    assert scorer.too_long == 1
+    assert harness_model.truncated == 1
 
 
 def test_batches_change_nothing_that_matters(tasks, byte_model, tmp_path):
-    """All at once, two at a time, and in halves after memory has run out."""
-    whole = Scorer(byte_model, byte_tokenizer(), tmp_path / "whole")
-    pairs = Scorer(byte_model, byte_tokenizer(), tmp_path / "pairs", batch_size=2)
-    halves = Scorer(byte_model, byte_tokenizer(), tmp_path / "halves")
+    """Default batches, batches of two, and halved batches after running out of memory."""
+    whole = HarnessModel(byte_model, byte_tokenizer(), tmp_path / "whole")
+    pairs = HarnessModel(byte_model, byte_tokenizer(), tmp_path / "pairs", batch_size=2)
+    halves = HarnessModel(byte_model, byte_tokenizer(), tmp_path / "halves")
     ask, sizes = halves.lm.loglikelihood, []
 
     def small_memory(batch, disable_tqdm):
@@ -222,7 +217,7 @@ def test_batches_change_nothing_that_matters(tasks, byte_model, tmp_path):
         return ask(batch, disable_tqdm=disable_tqdm)
 
     halves.lm.loglikelihood = small_memory
-    found = [score_task(tasks["arc_easy"], scorer, 5) for scorer in (whole, pairs, halves)]
+    found = [score_task(tasks["arc_easy"], model, 5) for model in (whole, pairs, halves)]
     assert found[0] == found[1] == found[2]
     assert sorted(sizes) == [5, 5, 5, 5, 10, 10, 20]
     heard = []
@@ -231,7 +226,7 @@ def test_batches_change_nothing_that_matters(tasks, byte_model, tmp_path):
     assert heard == [(done, 20) for done in range(2, 21, 2)]
 
 
-def test_tasks_of_lm_eval_beyond_the_six_keep_off_files_of_ours(data):
+def test_only_the_six_tasks_can_be_read_from_local_files(data):
     with pytest.raises(DataError, match="sciq cannot be read from local files, only lambada_op"):
         load_tasks(["sciq"], data)
 
@@ -239,61 +234,61 @@ def test_tasks_of_lm_eval_beyond_the_six_keep_off_files_of_ours(data):
 def test_end_of_text_stands_before_an_empty_context(byte_model, tmp_path):
     from lm_eval.api.instance import Instance
 
-    scorer = Scorer(byte_model, byte_tokenizer(), tmp_path)
+    harness_model = HarnessModel(byte_model, byte_tokenizer(), tmp_path)
     ask = Instance(request_type="loglikelihood", doc={}, arguments=("", "abc"), idx=0)
-    ((found, _),) = scorer.loglikelihood([ask])
+    ((found, _),) = harness_model.loglikelihood([ask])
     with torch.no_grad():
         logits = byte_model(input_ids=torch.tensor([[END_OF_TEXT, *b"ab"]])).logits[0]
     expected = logits.log_softmax(-1)[range(3), list(b"abc")].sum().item()
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_tokenizer_that_knows_no_beginning_and_no_end_is_refused(byte_model, tmp_path):
+def test_a_tokenizer_without_special_tokens_is_refused(byte_model, tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.bos_token = tokenizer.eos_token = None
-    with pytest.raises(DataError, match="neither a beginning nor an end of text"):
-        Scorer(byte_model, tokenizer, tmp_path)
+    with pytest.raises(DataError, match="neither a beginning-of-text nor an end-of-text token"):
+        HarnessModel(byte_model, tokenizer, tmp_path)
 
 
-def test_a_perplexity_that_no_number_holds_is_told(tasks, byte_model, tmp_path):
+def test_a_perplexity_that_overflows_is_an_error(tasks, byte_model, tmp_path):
     with torch.no_grad():
         byte_model.get_input_embeddings().weight.mul_(1e4)  # and so the tied output head
-    scorer = Scorer(byte_model, byte_tokenizer(), tmp_path)
-    with pytest.raises(DataError, match="lambada_openai: the model finds the answers so unlikely"):
-        score_task(tasks["lambada_openai"], scorer, 2)
+    harness_model = HarnessModel(byte_model, byte_tokenizer(), tmp_path)
+    with pytest.raises(DataError, match="lambada_openai: the perplexity overflows"):
+        score_task(tasks["lambada_openai"], harness_model, 2)
 
 
 def test_whole_documents_and_generated_text(byte_model, tmp_path):
     """The other kinds of request that tasks of lm-eval make."""
     from lm_eval.api.instance import Instance
 
-    scorer = Scorer(byte_model, byte_tokenizer(), tmp_path)
+    harness_model = HarnessModel(byte_model, byte_tokenizer(), tmp_path)
     text = "A document, scored from its beginning."
     rolling = Instance(request_type="loglikelihood_rolling", doc={}, arguments=(text,), idx=0)
     ids = torch.tensor([[END_OF_TEXT, *text.encode()]])
     with torch.no_grad():
         logits = byte_model(input_ids=ids[:, :-1]).logits[0]
     expected = logits.log_softmax(-1)[range(len(text)), ids[0, 1:]].sum().item()
-    assert scorer.loglikelihood_rolling([rolling]) == [pytest.approx(expected, rel=1e-5)]
+    assert harness_model.loglikelihood_rolling([rolling]) == [pytest.approx(expected, rel=1e-5)]
 
     until = {"until": ["\n\n"], "max_gen_toks": 8, "do_sample": False}
     ask = Instance(request_type="generate_until", doc={}, arguments=("Q:", until), idx=0)
-    (found,) = scorer.generate_until([ask])
+    (found,) = harness_model.generate_until([ask])
     prompt = byte_tokenizer()("Q:", return_tensors="pt")["input_ids"]
     whole = byte_model.generate(prompt, max_new_tokens=8, do_sample=False)[0, 2:]
     assert found == byte_tokenizer().decode(whole, skip_special_tokens=True).partition("\n\n")[0]
 
 
-def test_a_hub_that_is_out_of_reach_is_one_line(monkeypatch, tmp_path):
+def test_an_unreachable_hub_is_a_one_line_error(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     with pytest.raises(DataError) as error:
         load_tasks(["winogrande"])
     assert str(error.value).startswith("winogrande cannot be loaded: ")
-    assert str(error.value).endswith("; --data DIR reads local files")
+    assert str(error.value).endswith("; use --data DIR to read local files")
 
 
 @pytest.mark.slow
-def test_a_name_that_lm_eval_does_not_know_is_told_with_those_near():
-    with pytest.raises(DataError, match="piqq is not a task of lm-eval; near are piqa"):
+def test_an_unknown_task_is_an_error_that_suggests_others():
+    with pytest.raises(DataError, match="piqq is not a task of lm-eval; did you mean piqa"):
         load_tasks(["hellaswag", "piqq"])

@@ -1,27 +1,26 @@
-"""`tokenformer evaluate`: what a model is worth, in numbers that compare."""
+"""`tokenformer evaluate`: benchmarks, perplexity and image accuracy."""
 
 import importlib.util
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenformer.cli.model import check_bits, load_classifier, load_model, resolve_model
+from tokenformer.cli.progress import ShowProgress, progress
 from tokenformer.cli.samples import check_samples
-from tokenformer.errors import InputError
+from tokenformer.errors import DataError, InputError
 from tokenformer.installation import install_hint
 from tokenformer.paths import exists, expand_user, missing_message
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ALL_SIX = "paper"
 MEASURES = ("tasks", "perplexity", "images")
-BELONGS_TO = {
+REQUIRES = {
     "data": "tasks",
     "split": "perplexity",
     "length": "perplexity",
@@ -31,14 +30,11 @@ BELONGS_TO = {
 }
 SIZES = ("length", "stride", "batch_size", "limit")
 PATHS = ("data", "perplexity")
-SECONDS_BETWEEN_LINES = 10.0
-LENGTH_WITHOUT_LIMIT = 1024
-"""Tokens in a window of a model that was made for any number."""
+DEFAULT_LENGTH = 1024
+"""Tokens per window for a model without a context limit."""
 
-Finding = tuple[dict[str, Any], str]
-"""What one measurement found: for programs, and for people."""
-Show = Callable[[str, int, int], None]
-"""Called with what is counted, how many are done, and of how many."""
+Result = tuple[dict[str, Any], str]
+"""The result of a measurement as JSON values and as text."""
 
 
 def evaluate(
@@ -58,31 +54,30 @@ def evaluate(
     no_verify: bool = False,
     json: bool = False,
 ) -> None:
-    """Measure a model: benchmarks beside the paper's figures, perplexity, accuracy on images.
+    """Evaluate a model: benchmarks beside the paper's figures, perplexity, image accuracy.
 
     Args:
         model: A model folder, a run folder or a hub name of any causal language model or, for
             --images, of any image classifier.
-        tasks: Tasks of lm-evaluation-harness with commas between, or paper for the six of the
-            paper's table. A run that was broken off goes on when it is started again.
+        tasks: Comma-separated tasks of lm-evaluation-harness, or paper for the six of the paper's
+            table. Run the same command again to resume after an interruption.
         data: A folder of jsonl files to read the six tasks from, instead of the hub.
         perplexity: Text to measure perplexity on: a folder made by `tokenformer prepare`, or a
             text file.
-        split: The split of a prepared corpus; by default test, where it has one, or validation.
-        length: Tokens in a window; by default as many as the model was made for.
-        stride: Tokens from one window to the next; by default half the length.
+        split: The split of a prepared corpus; by default test if there is one, else validation.
+        length: Tokens per window; by default the model's context length.
+        stride: Tokens between the starts of two windows; by default half the length.
         images: Images to measure top-1 and top-5 accuracy on: a folder of images by class, of IDX
             or of CIFAR files, a Hugging Face dataset, or digits.
-        confusion: A file for the picture of which classes are taken for which.
-        labels_by_index: Match classes of the images and of the model by number, not by name.
-        batch_size: Windows, requests or images at a time; by default what fits.
-        limit: Measure on so many items of each task, tokens of the text, or images, at the
-            beginning.
-        bits: 8 rounds a TokenFormer's numbers to int8 as it is loaded; not with --images.
+        confusion: Save a plot of the confusion matrix to this file.
+        labels_by_index: Match classes of the images and of the model by index, not by name.
+        batch_size: Windows, requests or images per batch; by default as many as fit.
+        limit: Use only the first items of each task, tokens of the text, or images.
+        bits: 8 loads a TokenFormer with int8 weights; not with --images.
         no_verify: Do not check the weights against checksums.json, nor for NaN and inf.
         json: Print one JSON document.
     """
-    check(
+    check_options(
         tasks=tasks,
         data=data,
         perplexity=perplexity,
@@ -97,62 +92,57 @@ def evaluate(
     )
     check_bits(bits)
     if bits is not None and images is not None:
-        raise InputError("--bits is for language models, not with --images")
+        raise InputError("--bits is for language models; it cannot be used with --images")
     resolve_model(model, "a language model" if images is None else "an image classifier")
     names = None if tasks is None else task_names(tasks)
     data, perplexity = (None if path is None else expand_user(path) for path in (data, perplexity))
 
     from rich.console import Console
 
-    from tokenformer.errors import DataError
-
-    # Bound to its stream: while lm-eval works, what it prints is kept from ours.
+    # Keeps the real stderr: `silence_lm_eval` redirects `sys.stderr` while lm-eval runs.
     console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
-    found: dict[str, Finding] = {}
-    try:
-        loaded_tasks = None if names is None else load_named_tasks(names, data)
-        if images is not None:
-            found["images"] = measure_images(
-                model, images, confusion, labels_by_index, batch_size, limit, no_verify, console
-            )
-        else:
-            loaded, tokenizer = load_model(model, bits, verify=not no_verify)
-        if perplexity is not None:
-            found["perplexity"] = measure_text(
-                loaded, tokenizer, perplexity, split, length, stride, batch_size, limit, console
-            )
-        if loaded_tasks is not None:
-            found["tasks"] = measure_tasks(
-                loaded, tokenizer, loaded_tasks, batch_size, limit, console
-            )
-    except DataError as error:
-        raise InputError(str(error)) from None
-    if json:
-        report = {"model": model, **{name: facts for name, (facts, _) in found.items()}}
-        text = dumps(report, indent=2)
+    results: dict[str, Result] = {}
+    loaded_tasks = None if names is None else load_named_tasks(names, data)
+    if images is not None:
+        results["images"] = measure_images(
+            model, images, confusion, labels_by_index, batch_size, limit, no_verify, console
+        )
     else:
-        text = "\n\n".join(told for _, told in found.values())
-    sys.stdout.write(text + "\n")
+        loaded, tokenizer = load_model(model, bits, verify=not no_verify)
+    if perplexity is not None:
+        results["perplexity"] = measure_text(
+            loaded, tokenizer, perplexity, split, length, stride, batch_size, limit, console
+        )
+    if loaded_tasks is not None:
+        results["tasks"] = measure_tasks(
+            loaded, tokenizer, loaded_tasks, batch_size, limit, console
+        )
+    if json:
+        report = {"model": model, **{name: values for name, (values, _) in results.items()}}
+        output = dumps(report, indent=2)
+    else:
+        output = "\n\n".join(text for _, text in results.values())
+    sys.stdout.write(output + "\n")
 
 
-def check(**given: Any) -> None:
-    """The options as they were given; None stands for one that was not."""
+def check_options(**given: Any) -> None:
+    """Check the options before anything slow is imported or loaded; None is an option not given."""
     if all(given[name] is None for name in MEASURES):
         raise InputError(
-            "nothing to measure; give --tasks NAMES, --perplexity DATA or --images DATA"
+            "nothing to evaluate; pass --tasks NAMES, --perplexity DATA or --images DATA"
         )
     if given["images"] is not None:
         for name in ("tasks", "perplexity"):
             if given[name] is not None:
                 raise InputError(
-                    f"--images is for an image classifier, --{name} for a language model; give one"
+                    f"--images is for an image classifier, --{name} for a language model; use one"
                 )
     for name in SIZES:
         if given[name] is not None and given[name] < 1:
             raise InputError(f"--{name} {given[name]} must be at least 1")
-    for name, measure in BELONGS_TO.items():
+    for name, measure in REQUIRES.items():
         if given[name] is not None and given[measure] is None:
-            raise InputError(f"--{name} {given[name]} is for --{measure}")
+            raise InputError(f"--{name} {given[name]} needs --{measure}")
     for name in PATHS:
         if given[name] is not None and not exists(expand_user(given[name])):
             raise InputError(f"--{name}: {missing_message(given[name])}")
@@ -163,21 +153,20 @@ def check(**given: Any) -> None:
 
 
 def task_names(tasks: str) -> list[str]:
-    """The names in a list with commas, each once."""
+    """Split a comma-separated list and remove duplicates."""
     from tokenformer.evaluate.benchmarks import BENCHMARKS
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
-        raise InputError(f"--tasks is empty; give {','.join(BENCHMARKS)} or others of lm-eval")
-    every = [each for name in names for each in (BENCHMARKS if name == ALL_SIX else [name])]
-    return list(dict.fromkeys(every))
+        raise InputError(f"--tasks is empty; pass {','.join(BENCHMARKS)} or others of lm-eval")
+    expanded = [task for name in names for task in (BENCHMARKS if name == ALL_SIX else [name])]
+    return list(dict.fromkeys(expanded))
 
 
 def load_named_tasks(names: list[str], data: Path | None) -> dict[str, Any]:
     if importlib.util.find_spec("lm_eval") is None:
         raise InputError(f"--tasks needs lm-evaluation-harness: {install_hint('eval')}")
 
-    from tokenformer.errors import DataError
     from tokenformer.evaluate.tasks import load_tasks
 
     try:
@@ -187,42 +176,46 @@ def load_named_tasks(names: list[str], data: Path | None) -> dict[str, Any]:
 
 
 def measure_tasks(
-    model: Any,
-    tokenizer: Any,
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
     tasks: dict[str, Any],
     batch_size: int | None,
     limit: int | None,
     console: "Console",
-) -> Finding:
-    from tokenformer.evaluate.answers import answers_folder
-    from tokenformer.evaluate.scorer import Scorer
+) -> Result:
+    from tokenformer.evaluate.harness_model import HarnessModel
+    from tokenformer.evaluate.response_cache import response_cache_folder
     from tokenformer.evaluate.scores import Scores
     from tokenformer.evaluate.tasks import score_task
 
-    folder = Path("a cache folder")
+    folder = Path("~/.cache")
     try:
-        folder = answers_folder()
-        scorer = Scorer(model, tokenizer, folder, batch_size=batch_size)
+        folder = response_cache_folder()
+        harness_model = HarnessModel(model, tokenizer, folder, batch_size=batch_size)
     except OSError as error:
         raise InputError(
-            f"{folder}, for answers until the run ends, cannot be used: {error.strerror}; "
-            "XDG_CACHE_HOME names another place"
+            f"the response cache {folder} cannot be used: {error.strerror}; set XDG_CACHE_HOME to "
+            "another folder"
         ) from None
-    if scorer.answers.known:
-        console.print(f"Going on with {len(scorer.answers.known)} answered batches.")
+    if harness_model.cache.batches:
+        console.print(f"Resuming with {len(harness_model.cache.batches)} cached batches.")
     scores = []
     with progress(console) as show:
         for name, task in tasks.items():
-            scorer.on_requests = partial(show, f"requests of {name}")
-            scores += score_task(task, scorer, limit)
-    scorer.answers.finish()
-    result = Scores(model.num_parameters(), scores, scorer.too_long)
+            harness_model.on_requests = partial(show_requests, show, name)
+            scores += score_task(task, harness_model, limit)
+    harness_model.cache.delete()
+    result = Scores(model.num_parameters(), scores, harness_model.truncated)
     return {**result.asdict(), "limit": limit}, str(result)
 
 
+def show_requests(show: ShowProgress, task: str, done: int, total: int) -> None:
+    show(f"{done:,} of {total:,} requests of {task}", done, total)
+
+
 def measure_text(
-    model: Any,
-    tokenizer: Any,
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
     path: Path,
     split: str | None,
     length: int | None,
@@ -230,40 +223,37 @@ def measure_text(
     batch_size: int | None,
     limit: int | None,
     console: "Console",
-) -> Finding:
-    from tokenformer.evaluate.evaluation_text import read_text
+) -> Result:
     from tokenformer.evaluate.perplexity import measure_perplexity
-    from tokenformer.serve.prompt import PromptError, context_length, start_token
+    from tokenformer.evaluate.tokenized_text import load_text
+    from tokenformer.serve.prompt import context_length, start_token
 
-    text, split = read_text(path, split, limit, tokenizer, model.config.vocab_size)
-    length = length or context_length(model.config) or LENGTH_WITHOUT_LIMIT
+    text, split = load_text(path, split, limit, tokenizer, model.config.vocab_size)
+    length = length or context_length(model.config) or DEFAULT_LENGTH
     stride = stride or max(1, length // 2)
     if stride > length:
         raise InputError(f"--stride {stride} must not be above --length {length}")
-    try:
-        start = start_token(tokenizer)
-    except PromptError as error:
-        raise InputError(str(error)) from None
+    total = len(text.tokens)
     with progress(console) as show:
-        found = measure_perplexity(
+        result = measure_perplexity(
             model,
             text,
-            start=start,
+            start=start_token(tokenizer),
             length=length,
             stride=stride,
             batch_size=batch_size,
-            on_tokens=lambda done: show("tokens", done, len(text.tokens)),
+            on_tokens=lambda done: show(f"{done:,} of {total:,} tokens", done, total),
         )
     where = f"{path}, {split}" if split else str(path)
-    told = (
-        f"{where}: {found.tokens:,} tokens, {found.words:,} words, {found.bytes:,} bytes, windows "
-        f"of {length} every {stride}\n"
-        f"bits per byte     {found.bits_per_byte:.4f}\n"
-        f"token perplexity  {found.token_perplexity:,.3f}\n"
-        f"word perplexity   {found.word_perplexity:,.1f}"
+    summary = (
+        f"{where}: {result.tokens:,} tokens, {result.words:,} words, {result.bytes:,} bytes, "
+        f"windows of {length} every {stride}\n"
+        f"bits per byte     {result.bits_per_byte:.4f}\n"
+        f"token perplexity  {result.token_perplexity:,.3f}\n"
+        f"word perplexity   {result.word_perplexity:,.1f}"
     )
     source = {"data": str(path), "split": split, "length": length, "stride": stride}
-    return {**source, **found.asdict()}, told
+    return {**source, **result.asdict()}, summary
 
 
 def measure_images(
@@ -275,61 +265,28 @@ def measure_images(
     limit: int | None,
     no_verify: bool,
     console: "Console",
-) -> Finding:
+) -> Result:
     from tokenformer.data.image_sources import load_test_images
-    from tokenformer.evaluate.classification import classify
-    from tokenformer.evaluate.confusion_plot import draw_confusion
+    from tokenformer.evaluate.classification import measure_accuracy, plot_confusion
 
-    pictures, split = load_test_images(source)
+    image_set, split = load_test_images(source)
     loaded, processor = load_classifier(model, verify=not no_verify)
-    count = len(pictures) if limit is None else min(limit, len(pictures))
+    count = len(image_set) if limit is None else min(limit, len(image_set))
     with progress(console) as show:
-        found = classify(
+        result = measure_accuracy(
             loaded,
             processor,
-            pictures,
+            image_set,
             batch_size=batch_size,
             limit=limit,
             labels_by_index=labels_by_index,
-            on_images=lambda done: show("images", done, count),
+            on_images=lambda done: show(f"{done:,} of {count:,} images", done, count),
         )
     if confusion is not None:
         try:
-            draw_confusion(found, confusion, f"{source}, {split}")
+            plot_confusion(result, confusion, f"{source}, {split}")
         except (OSError, ValueError) as error:
             raise InputError(f"--confusion {confusion} cannot be written: {error}") from None
-    told = f"{source}, {split}: {found.images:,} images, {len(found.classes)} classes\n{found}"
-    return {"data": source, "split": split, **found.asdict()}, told
-
-
-@contextmanager
-def progress(console: "Console") -> Iterator[Show]:
-    """A bar on a terminal; elsewhere a line every ten seconds."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    if not console.is_terminal:
-        printed = time.monotonic()
-
-        def show_line(what: str, done: int, total: int) -> None:
-            nonlocal printed
-            if time.monotonic() - printed >= SECONDS_BETWEEN_LINES:
-                printed = time.monotonic()
-                console.print(f"{done / total:.0%} of {total:,} {what}")
-
-        yield show_line
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        TextColumn("{task.percentage:.0f} %"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        def show_bar(what: str, done: int, total: int) -> None:
-            if bar.tasks[0].description != what:
-                bar.reset(task, description=what, total=total)
-            bar.update(task, completed=done)
-
-        yield show_bar
+    classes = len(result.classes)
+    summary = f"{source}, {split}: {result.images:,} images, {classes} classes\n{result}"
+    return {"data": source, "split": split, **result.asdict()}, summary

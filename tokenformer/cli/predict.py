@@ -1,4 +1,4 @@
-"""`tokenformer predict`: what a classifier sees in images."""
+"""`tokenformer predict`: classify images."""
 
 import sys
 from json import dumps
@@ -12,20 +12,20 @@ from tokenformer.paths import exists, expand_user, missing_message
 if TYPE_CHECKING:
     from torch import Tensor
 
-BATCH = 16
+BATCH_SIZE = 16
 
 
 def predict(
     model: str, images: list[Path], top: int = 3, no_verify: bool = False, json: bool = False
 ) -> None:
-    """Name what is in images, with the most likely classes of each.
+    """Classify images and print the most likely classes of each.
 
-    A multi-label model's classes are independent of each other; a regression's values are printed.
+    The probabilities of a multi-label model are independent; a regression prints its values.
 
     Args:
         model: A model folder, a run folder or a hub name of any image classifier.
         images: Image files.
-        top: How many classes to name.
+        top: Number of classes to print.
         no_verify: Do not check the weights against checksums.json, nor for NaN and inf.
         json: Print one JSON document.
     """
@@ -41,50 +41,48 @@ def predict(
     import torch
 
     from tokenformer.data.images import decode_file
-    from tokenformer.errors import DataError
-    from tokenformer.evaluate.classification import as_input, problem_type
+    from tokenformer.evaluate.classification import problem_type, to_processor_input
 
-    try:
-        pictures = [decode_file(expand_user(path)) for path in images]
-    except DataError as error:
-        raise InputError(str(error)) from None
+    pictures = [decode_file(expand_user(path)) for path in images]
     classifier, processor = load_classifier(model, verify=not no_verify)
-    found: list[list[dict[str, Any]]] = []
+    predictions: list[list[dict[str, Any]]] = []
     kind = problem_type(classifier.config)
-    for start in range(0, len(pictures), BATCH):
-        batch = [as_input(pixels, processor) for pixels in pictures[start : start + BATCH]]
-        inputs = processor(images=batch, return_tensors="pt")
-        pixels = inputs["pixel_values"].to(classifier.device, classifier.dtype)
+    for start in range(0, len(pictures), BATCH_SIZE):
+        batch = pictures[start : start + BATCH_SIZE]
+        inputs = [to_processor_input(pixels, processor) for pixels in batch]
+        pixel_values = processor(images=inputs, return_tensors="pt")["pixel_values"]
         with torch.no_grad():
-            logits = classifier(pixels).logits
-        found += answers(logits.float(), classifier.config.id2label, kind, top)
+            logits = classifier(pixel_values.to(classifier.device, classifier.dtype)).logits
+        predictions += top_classes(logits.float(), classifier.config.id2label, kind, top)
     if json:
-        answer = {str(path): classes for path, classes in zip(images, found, strict=True)}
-        sys.stdout.write(dumps(answer, indent=2) + "\n")
+        by_path = {str(path): classes for path, classes in zip(images, predictions, strict=True)}
+        sys.stdout.write(dumps(by_path, indent=2) + "\n")
         return
     width = max(len(str(path)) for path in images)
-    for path, classes in zip(images, found, strict=True):
-        named = "  ".join(
+    for path, classes in zip(images, predictions, strict=True):
+        line = "  ".join(
             f"{row['label']} {row['share']:.1%}"
             if "share" in row
             else f"{row['label']} {row['value']:.4g}"
             for row in classes
         )
-        sys.stdout.write(f"{path!s:<{width}}  {named}\n")
+        sys.stdout.write(f"{path!s:<{width}}  {line}\n")
 
 
-def answers(
+def top_classes(
     logits: "Tensor", names: dict[int, str], kind: str, top: int
 ) -> list[list[dict[str, Any]]]:
-    """Of logits [B, C], each image's likeliest classes; of a regression, all of its values."""
+    """Return the most likely classes of each image from logits [B, C], or all values of a
+    regression."""
     if kind == "regression":
         return [
-            [{"label": names[number], "value": value} for number, value in enumerate(row)]
+            [{"label": names[index], "value": value} for index, value in enumerate(row)]
             for row in logits.tolist()
         ]
-    shares = logits.sigmoid() if kind == "multi_label_classification" else logits.softmax(1)
-    likely, places = shares.topk(min(top, logits.shape[1]))
+    multi_label = kind == "multi_label_classification"
+    probabilities = logits.sigmoid() if multi_label else logits.softmax(1)
+    highest, indices = probabilities.topk(min(top, logits.shape[1]))
     return [
-        [{"label": names[number], "share": share} for number, share in zip(*row, strict=True)]
-        for row in zip(places.tolist(), likely.tolist(), strict=True)
+        [{"label": names[index], "share": share} for index, share in zip(*row, strict=True)]
+        for row in zip(indices.tolist(), highest.tolist(), strict=True)
     ]

@@ -1,1 +1,1 @@
-"""Corpora: text as arrays of token ids, and batches as a pure function of seed and step."""
+"""Prepared text corpora and image sets; batches are a pure function of seed and sample index."""

@@ -1,12 +1,11 @@
-"""Batches: the segments of a range of samples as one tensor. Which segments, `order` says."""
+"""Batches of training and validation segments as tensors; `order` decides where segments start."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tokenformer.data.corpus import Split
+from tokenformer.data.corpus import Split, TokenSequence
 from tokenformer.data.order import Starts, check_length, segment_starts, validation_starts
-from tokenformer.data.token_ids import TokenSequence
 
 
 def sample_batch(
@@ -18,11 +17,12 @@ def sample_batch(
     count: int,
     mode: str = "random",
 ) -> Tensor:
-    """The samples first_sample .. first_sample + count - 1: inputs and targets [count, length + 1].
+    """Return samples first_sample .. first_sample + count - 1: inputs and targets
+    [count, length + 1].
 
-    A rank that takes a slice of the global batch asks for that range of samples alone.
+    A rank that needs a slice of the global batch requests only that range of samples.
     """
-    check_length(len(tokens), length, called(tokens))
+    check_length(len(tokens), length, describe(tokens))
     starts = segment_starts(
         len(tokens), length, seed=seed, first_sample=first_sample, count=count, mode=mode
     )
@@ -32,8 +32,9 @@ def sample_batch(
 def fixed_batches(
     tokens: TokenSequence, *, batch_size: int, length: int, count: int
 ) -> list[Tensor]:
-    """At most `count` batches spread evenly over `tokens`, always the same: for validation."""
-    check_length(len(tokens), length, called(tokens))
+    """Return at most `count` batches spread evenly over `tokens`, the same on every call: for
+    validation."""
+    check_length(len(tokens), length, describe(tokens))
     starts = validation_starts(len(tokens), length, count=batch_size * count)
     return [
         segments(tokens, starts[i : i + batch_size], length)
@@ -41,8 +42,8 @@ def fixed_batches(
     ]
 
 
-def called(tokens: TokenSequence) -> str:
-    """What errors call a row of tokens."""
+def describe(tokens: TokenSequence) -> str:
+    """The name of a token sequence in error messages."""
     return str(tokens) if isinstance(tokens, Split) else "the text"
 
 

@@ -1,18 +1,22 @@
-"""Bytes as tokens: 256 ids, one a byte value, and end of text.
+"""A byte-level tokenizer: one id per byte value (0-255), and 256 for end of text.
 
-`byte_tokenizer()` is an ordinary Hugging Face tokenizer; saved beside a model it makes
-AutoTokenizer, pipelines and evaluation harnesses work with nothing of ours.
+`byte_tokenizer()` is an ordinary Hugging Face tokenizer. Saved beside a model, it works with
+AutoTokenizer, pipelines and evaluation harnesses without this package.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = 256
 END_OF_TEXT_SYMBOL = "<|endoftext|>"
 VOCAB_SIZE = 257
 
 
-def byte_tokenizer() -> Any:
-    """A `PreTrainedTokenizerFast` that maps text to its UTF-8 bytes and back."""
+def byte_tokenizer() -> "PreTrainedTokenizerFast":
+    """Return a tokenizer that maps text to its UTF-8 bytes and back."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
@@ -25,11 +29,11 @@ def byte_tokenizer() -> Any:
     )
 
 
-def byte_level() -> Any:
-    """The same as a `tokenizers.Tokenizer`: transformers takes seconds to import."""
+def byte_level() -> "Tokenizer":
+    """Return the same tokenizer without transformers, which takes seconds to import."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    # A BPE without merges over the byte alphabet; ids are moved to be the byte values themselves.
+    # A BPE without merges over the byte alphabet, with each byte value as its own id.
     vocabulary = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
     vocabulary[END_OF_TEXT_SYMBOL] = END_OF_TEXT
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -40,8 +44,8 @@ def byte_level() -> Any:
 
 
 def byte_symbols() -> list[str]:
-    """The printable character by which byte-level tokenizers write each byte value: itself where
-    it is printable Latin-1, else the next free character from U+0100 on."""
+    """The printable character that byte-level tokenizers use for each byte value: the byte's own
+    Latin-1 character if printable, else the next unused character from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     symbols, spare = [], 0x100
     for byte in range(256):

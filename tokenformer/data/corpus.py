@@ -1,11 +1,11 @@
-"""A prepared corpus: shards of token ids, memory-mapped, each split one long sequence.
+"""A prepared corpus: memory-mapped shards of token ids; each split is one long sequence.
 
     corpus = Corpus("data/enwik8")
     train = corpus.split("train")
     len(train), train.bytes, train[1_000:1_256]      # ids across shards, as one array
 
-`index.json`, which `tokenformer prepare` writes last, says what belongs to the folder; without it
-there is no corpus. Sizes of shards are checked when a split is opened, their contents by `verify`.
+`tokenformer prepare` writes `index.json` last; a folder without it is not a corpus. Opening a split
+checks the sizes of its shards, `verify` checks their contents.
 """
 
 import json
@@ -14,34 +14,54 @@ from bisect import bisect_right
 from itertools import accumulate
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from tokenformer.data.token_ids import TokenIds
+from tokenformer.data.tokenizer import tokenizer_from_file
 from tokenformer.errors import DataError
 from tokenformer.files import sha256
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TokenIds = npt.NDArray[np.unsignedinteger[Any]]
 
 INDEX = "index.json"
 UNFINISHED = "unfinished.json"
 TOKENIZER = "tokenizer"
 FORMAT = "tokenformer-tokens-1"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-BLOCK = 1 << 22
 SHA256 = re.compile("[0-9a-f]{64}")
 
 
+class TokenSequence(Protocol):
+    """A sequence of token ids: an array or a `Split`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, place: slice, /) -> TokenIds: ...
+
+
+def dtype_for(vocab_size: int) -> np.dtype[Any]:
+    """Return the smallest dtype that holds every id."""
+    return DTYPES["uint16" if vocab_size <= 2**16 else "uint32"]
+
+
 class Split:
-    """One split of a corpus: `len`, slices and its sizes."""
+    """One split of a corpus, as a `TokenSequence` with its size in bytes and documents."""
 
     def __init__(self, folder: Path, name: str, dtype: str, entry: dict[str, Any]) -> None:
         self.folder, self.name = folder, name
         self.bytes: int = entry["bytes"]
-        """Bytes of the text, by which bits per byte are counted."""
+        """Bytes of text, the denominator of bits per byte."""
         self.documents: int = entry["documents"]
         self.dtype = DTYPES[dtype]
         shards = [(folder / shard["file"], shard["tokens"]) for shard in entry["shards"]]
-        self.shards: list[TokenIds] = [mapped(path, tokens, self.dtype) for path, tokens in shards]
+        self.shards: list[TokenIds] = [
+            open_shard(path, tokens, self.dtype) for path, tokens in shards
+        ]
         self.ends = list(accumulate(len(shard) for shard in self.shards))
 
     def __str__(self) -> str:
@@ -51,10 +71,10 @@ class Split:
         return self.ends[-1] if self.ends else 0
 
     def __getitem__(self, place: slice) -> TokenIds:
-        """The ids of a slice; a view of the file where one shard holds them all."""
+        """Return the ids of a slice: a view of the file if one shard contains them all."""
         start, stop, step = place.indices(len(self))
         if step != 1:
-            raise ValueError(f"a split is sliced in steps of 1, not {step}")
+            raise ValueError(f"slices of a split must have steps of 1, not {step}")
         parts: list[TokenIds] = []
         shard = bisect_right(self.ends, start)
         while start < stop:
@@ -74,7 +94,7 @@ class Corpus:
         self.index = read_index(self.folder)
         self.vocab_size: int = self.index["vocab_size"]
         self.tokenizer = self.folder / TOKENIZER
-        """A folder for AutoTokenizer."""
+        """A folder that AutoTokenizer loads."""
 
     @property
     def splits(self) -> list[str]:
@@ -86,13 +106,32 @@ class Corpus:
         return Split(self.folder, name, self.index["dtype"], self.index["splits"][name])
 
     def verify(self) -> None:
-        """Read every shard and compare its hash with the index."""
+        """Read every shard and compare its SHA-256 with the index."""
         for entry in self.index["splits"].values():
             for shard in entry["shards"]:
                 path = self.folder / shard["file"]
-                mapped(path, shard["tokens"], DTYPES[self.index["dtype"]])
+                open_shard(path, shard["tokens"], DTYPES[self.index["dtype"]])
                 if sha256(path) != shard["sha256"]:
-                    raise DataError(f"{path} has been altered: its sha256 is not the index's")
+                    raise DataError(f"{path} has been altered: its SHA-256 differs from the index")
+
+
+def open_corpus(path: Path, tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int) -> Corpus:
+    """Open a prepared corpus and check that its token ids are those of a model. Without a
+    tokenizer, only the vocabulary sizes are compared."""
+    corpus = Corpus(path)
+    if corpus.vocab_size > vocab_size:
+        raise DataError(
+            f"{path} has a vocabulary of {corpus.vocab_size}, the model one of {vocab_size}; "
+            "prepare the text with the model's tokenizer"
+        )
+    if tokenizer is not None:
+        vocabulary = tokenizer_from_file(corpus.tokenizer / "tokenizer.json").get_vocab()
+        if not vocabulary.items() <= tokenizer.get_vocab().items():
+            raise DataError(
+                f"{path} has other token ids than the model's tokenizer; prepare the text with "
+                "the model's tokenizer"
+            )
+    return corpus
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -102,7 +141,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         if (folder / UNFINISHED).exists():
             raise DataError(
-                f"{folder} is not finished; run the same `tokenformer prepare` again to go on"
+                f"{folder} is not finished; run the same `tokenformer prepare` again to resume"
             ) from None
         raise DataError(
             f"{folder} holds no prepared corpus (no {INDEX}); make one with `tokenformer prepare`"
@@ -112,7 +151,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({error}); prepare the corpus again") from None
     if not isinstance(index, dict) or index.get("format") != FORMAT:
-        raise DataError(f"{path} is not of the format {FORMAT}")
+        raise DataError(f"{path} is not of the format {FORMAT}; prepare the corpus again")
     try:
         check_index(index)
     except ValueError as error:
@@ -121,10 +160,10 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def check_index(index: dict[str, Any]) -> None:
-    """Raise ValueError unless every field that readers rely on is there and of its type."""
+    """Raise ValueError unless every required field exists and has the right type."""
     if index.get("dtype") not in list(DTYPES):
         raise ValueError(f"dtype is {shown(index.get('dtype'))}, expected {' or '.join(DTYPES)}")
-    whole_number(index.get("vocab_size"), 1, "vocab_size")
+    check_integer(index.get("vocab_size"), 1, "vocab_size")
     if not isinstance(index.get("settings", {}), dict):
         raise ValueError(f"settings are {shown(index['settings'])}")
     splits = index.get("splits")
@@ -135,7 +174,7 @@ def check_index(index: dict[str, Any]) -> None:
         if not isinstance(entry, dict):
             raise ValueError(f"{name} is {shown(entry)}")
         for field in ("bytes", "documents"):
-            whole_number(entry.get(field), 0, f"{name}.{field}")
+            check_integer(entry.get(field), 0, f"{name}.{field}")
         check_shards(entry.get("shards"), name)
         tokens = sum(shard["tokens"] for shard in entry["shards"])
         if entry.get("tokens", tokens) != tokens:
@@ -143,7 +182,8 @@ def check_index(index: dict[str, Any]) -> None:
 
 
 def check_shards(shards: Any, name: str) -> None:
-    """Shards are files of the folder itself, whatever an index from elsewhere may say."""
+    """Raise ValueError unless shards are files of the folder itself: an index from elsewhere must
+    not read files outside of it."""
     if not isinstance(shards, list):
         raise ValueError(f"{name}.shards is {shown(shards)}, expected a list")
     for number, shard in enumerate(shards):
@@ -153,30 +193,31 @@ def check_shards(shards: Any, name: str) -> None:
         file = shard.get("file")
         if not isinstance(file, str) or Path(file).name != file or file == ".." or "\0" in file:
             raise ValueError(f"{place}.file is {shown(file)}, expected a file name in this folder")
-        whole_number(shard.get("tokens"), 1, f"{place}.tokens")
+        check_integer(shard.get("tokens"), 1, f"{place}.tokens")
         if not isinstance(shard.get("sha256"), str) or not SHA256.fullmatch(shard["sha256"]):
             raise ValueError(f"{place}.sha256 is {shown(shard.get('sha256'))}")
 
 
-def whole_number(value: Any, least: int, name: str) -> None:
+def check_integer(value: Any, least: int, name: str) -> None:
     if type(value) is not int or value < least:
-        raise ValueError(f"{name} is {shown(value)}, expected a whole number from {least} on")
+        raise ValueError(f"{name} is {shown(value)}, expected an integer of at least {least}")
 
 
 def shown(value: Any) -> str:
-    """A value for a message: on one line and not long."""
+    """A value in an error message, on one line and at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-def mapped(path: Path, tokens: int, dtype: np.dtype[Any]) -> TokenIds:
+def open_shard(path: Path, tokens: int, dtype: np.dtype[Any]) -> TokenIds:
+    """Memory-map a shard after checking its size."""
     try:
         found = path.stat()
         if not S_ISREG(found.st_mode):
             raise DataError(f"{path} is not a file")
         if found.st_size != tokens * dtype.itemsize:
             raise DataError(
-                f"{path} is torn: it has {found.st_size} bytes, the index says "
+                f"{path} is damaged: it has {found.st_size} bytes, the index says "
                 f"{tokens * dtype.itemsize}"
             )
         return np.memmap(path, dtype=dtype, mode="r")

@@ -16,7 +16,7 @@ from torch import Tensor
 from tokenformer.data.augmentation import Values, augment, mix
 from tokenformer.data.augmentation_options import AugmentationOptions
 from tokenformer.data.images import ImageSet
-from tokenformer.data.order import shuffled
+from tokenformer.data.order import shuffled_indices
 from tokenformer.models.image_processing import TokenformerImageProcessor
 
 AUGMENT, MIX, AUGMENT_PARTNER = range(3)
@@ -95,7 +95,7 @@ class ImageReader:
 
     def keys(self, first_sample: int, count: int, seed: int) -> list[tuple[int, int, int]]:
         """Return (seed, epoch, image) of these samples, which determine them."""
-        indices = shuffled(len(self.pictures), seed, first_sample, count).tolist()
+        indices = shuffled_indices(len(self.pictures), seed, first_sample, count).tolist()
         samples = range(first_sample, first_sample + count)
         return [
             (seed, sample // len(self.pictures), index)

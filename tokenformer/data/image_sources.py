@@ -25,7 +25,7 @@ from tokenformer.data.images import (
     SubsetImages,
     check_policy,
 )
-from tokenformer.data.order import shuffled
+from tokenformer.data.order import shuffled_indices
 from tokenformer.errors import DataError
 from tokenformer.installation import install_hint
 from tokenformer.paths import (
@@ -128,7 +128,7 @@ def split_set(whole: ImageSet, share: float) -> ImageSplits:
     """Hold out a fixed random share of a set."""
     if not 0 < share < 1:
         raise DataError(f"held_out_share={share} must be between 0 and 1")
-    order = shuffled(len(whole), SPLIT_SEED, 0, len(whole)).tolist()
+    order = shuffled_indices(len(whole), SPLIT_SEED, 0, len(whole)).tolist()
     held_out = max(1, round(share * len(whole)))
     if held_out >= len(whole):
         raise DataError(f"{len(whole)} images are too few to hold some out")

@@ -1,7 +1,7 @@
-"""Ctrl-C that is not lost.
+"""Ctrl-C that is never lost.
 
-Python ignores an exception that is raised inside a weakref callback or `__del__`, and thread pools,
-progress bars and file objects have those. A KeyboardInterrupt that falls into one disappears.
+Python ignores an exception raised inside a weakref callback or `__del__`, which thread pools,
+progress bars and file objects have. A KeyboardInterrupt raised there disappears.
 """
 
 import signal
@@ -12,9 +12,12 @@ from typing import Any
 
 
 @contextmanager
-def kept_interrupts() -> Iterator[Callable[[], None]]:
-    """Within the block Ctrl-C raises KeyboardInterrupt as always. If Python ignores it, the
-    function given raises it again when it is next called, and so does the end of the block."""
+def reraise_lost_interrupts() -> Iterator[Callable[[], None]]:
+    """Raise KeyboardInterrupt again if Python ignored it.
+
+    Ctrl-C raises KeyboardInterrupt as usual. If that was ignored, the next call of the yielded
+    function raises it again, and so does the end of the block.
+    """
     pending = False
 
     def handle(number: int, frame: Any) -> None:

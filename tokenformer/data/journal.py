@@ -1,7 +1,7 @@
-"""The journal of a preparation: its settings, its sources, and how far the shards on disk reach.
+"""The resume journal of `prepare`: its settings, its sources, and how much of them is on disk.
 
-`unfinished.json` is in the folder while the work lasts. A later run continues only from a journal
-that is whole, has the same settings, and whose sources have not been modified since.
+The journal is `unfinished.json` in the output folder. A later run resumes only if the journal is
+intact, its settings are the same, and the sources have not been modified since.
 """
 
 import json
@@ -15,40 +15,42 @@ from tokenformer.data.corpus import (
     INDEX,
     TOKENIZER,
     UNFINISHED,
+    check_integer,
     check_shards,
     read_index,
     shown,
-    whole_number,
 )
-from tokenformer.data.reading import UTF8, marked_encoding
 from tokenformer.data.shards import write_json
 from tokenformer.data.sources import SAMPLE, SPLITS, Source
+from tokenformer.data.text_encoding import UTF8, detect_byte_order_mark
 from tokenformer.errors import DataError
 
 Journal = dict[str, Any]
+LEFTOVER = f".{UNFINISHED}.tmp"
+"""The file that a killed process may leave before there is a journal."""
 DEFAULTS = {"encoding": UTF8, "encoding_errors": "strict"}
-"""What None stands for in the settings."""
+"""Values that None stands for in the settings."""
 COMPATIBLE = {"encoding_errors": ("strict", "replace")}
-"""Settings that may change from one value to another: what was written without a single error is
-the same either way."""
+"""Settings that may change from the first value to the second: text without errors is the same
+either way."""
 
 
 def open_journal(
     out: Path, settings: dict[str, Any], sources: list[Source], stamps: list[list[int]]
 ) -> Journal | None:
-    """How far `out` is: a journal to continue from, or None if it is finished."""
+    """Return the journal to resume `out` from, a new one, or None if `out` is finished."""
     if (out / INDEX).exists():
-        check_same(out, read_index(out).get("settings", {}), settings)
+        check_settings(out, read_index(out).get("settings", {}), settings)
         (out / UNFINISHED).unlink(missing_ok=True)
         return None
     if (out / UNFINISHED).exists():
         journal = read_journal(out)
-        check_same(out, journal["settings"], settings, finished=False)
+        check_settings(out, journal["settings"], settings, finished=False)
         check_unmodified(out, journal, sources)
-        if "stamps" not in journal:  # of an older version
-            check_unmarked(out, sources)
+        if "stamps" not in journal:  # written by an older version
+            check_no_byte_order_mark(out, sources)
         return journal | {"settings": settings}
-    if any(not is_ours(path) for path in out.iterdir()):
+    if any(path.name != LEFTOVER for path in out.iterdir()):
         raise DataError(f"--out {out} is in use; name a new folder")
     journal = {
         "settings": settings,
@@ -77,19 +79,19 @@ def read_journal(out: Path) -> Journal:
 
 
 def check_journal(journal: Any) -> None:
-    """Raise ValueError unless every field that a later run relies on is there and of its type."""
+    """Raise ValueError unless every required field exists and has the right type."""
     if not isinstance(journal, dict) or not isinstance(journal.get("settings"), dict):
         raise ValueError("it has no settings")
     position, parts = journal.get("position"), journal.get("parts", [])
     if position is not None:
         if not isinstance(position, list) or len(position) != 3:
-            raise ValueError(f"position is {shown(position)}, expected three numbers")
+            raise ValueError(f"position is {shown(position)}, expected three integers")
         for number in position:
-            whole_number(number, -1, "position")
+            check_integer(number, -1, "position")
     if journal.get("split") not in SPLITS:
         raise ValueError(f"split is {shown(journal.get('split'))}")
     if journal.get("threshold") is not None:
-        whole_number(journal["threshold"], 0, "threshold")
+        check_integer(journal["threshold"], 0, "threshold")
     if not isinstance(parts, list) or not all(isinstance(p, list) and len(p) == 2 for p in parts):
         raise ValueError(f"parts are {shown(parts)}")
     if not isinstance(journal.get("splits"), dict):
@@ -98,24 +100,25 @@ def check_journal(journal: Any) -> None:
         if split not in SPLITS or not isinstance(state, dict):
             raise ValueError(f"splits.{split} is {shown(state)}")
         for field in ("bytes", "documents", "open_tokens"):
-            whole_number(state.get(field), 0, f"splits.{split}.{field}")
+            check_integer(state.get(field), 0, f"splits.{split}.{field}")
         check_shards(state.get("shards"), f"splits.{split}")
     stamps = journal.get("stamps", [])
     if not isinstance(stamps, list) or not all(isinstance(s, list) and len(s) == 2 for s in stamps):
         raise ValueError(f"stamps are {shown(stamps)}")
     for number in (number for stamp in stamps for number in stamp):
-        whole_number(number, 0, "stamps")
-    known = journal.get("tokenizer")
-    if known is not None:
-        if not isinstance(known, dict):
-            raise ValueError(f"tokenizer is {shown(known)}")
-        whole_number(known.get("vocab_size"), 1, "tokenizer.vocab_size")
-        whole_number(known.get("end_of_text"), 0, "tokenizer.end_of_text")
+        check_integer(number, 0, "stamps")
+    tokenizer = journal.get("tokenizer")
+    if tokenizer is not None:
+        if not isinstance(tokenizer, dict):
+            raise ValueError(f"tokenizer is {shown(tokenizer)}")
+        check_integer(tokenizer.get("vocab_size"), 1, "tokenizer.vocab_size")
+        check_integer(tokenizer.get("end_of_text"), 0, "tokenizer.end_of_text")
 
 
-def check_same(
+def check_settings(
     out: Path, before: dict[str, Any], now: dict[str, Any], *, finished: bool = True
 ) -> None:
+    """Raise DataError if the settings differ from those that `out` was started with."""
     for name in sorted(before.keys() | now.keys()):
         old, new = before.get(name), now.get(name)
         default = DEFAULTS.get(name)
@@ -124,10 +127,10 @@ def check_same(
             continue
         if name == "sources":
             raise DataError(
-                f"--out {out} holds another corpus{difference(*values)}; name a new folder or "
+                f"--out {out} holds another corpus{changed_file(*values)}; use a new folder or "
                 "remove it"
             )
-        remedy = "name a new folder or remove it"
+        remedy = "use a new folder or remove it"
         if name in DEFAULTS and not finished:
             remedy = f"remove {out} first and run the command again"
         raise DataError(
@@ -135,8 +138,8 @@ def check_same(
         )
 
 
-def difference(before: Any, now: Any) -> str:
-    """Which file has changed, where two lists of sources have the same names."""
+def changed_file(before: Any, now: Any) -> str:
+    """Name the file that has changed, if two lists of sources have the same names."""
     try:
         pairs = [(old, new) for old, new in zip(before, now, strict=True)]
         if [old["name"] for old, _ in pairs] == [new["name"] for _, new in pairs]:
@@ -147,16 +150,17 @@ def difference(before: Any, now: Any) -> str:
 
 
 def check_unmodified(out: Path, journal: Journal, sources: list[Source]) -> None:
-    """A file edited since is refused even if its size is the same: part of it has been read."""
+    """Raise DataError if a source was modified since, even if its size is the same: part of it has
+    been read."""
     stamps = journal.get("stamps", [])  # an older version did not write them
     identities = journal["settings"]["sources"]
-    for source in modified_since(stamps, sources, identities):
+    for source in modified_sources(stamps, sources, identities):
         size, time = stamps[sources.index(source)]
-        restore = "put the old file back with its time"
+        restore = "restore the old file with its modification time"
         if source.kind != "dataset" and size == source.stamp()[0]:
             seconds = f"{time // 10**9}.{time % 10**9:09d}"
             restore = (
-                "if its content is the same, restore its time by "
+                "if its content is the same, restore its modification time with "
                 f"`touch -d @{seconds} {shlex.quote(str(source.path))}` and run the command again"
             )
         raise DataError(
@@ -165,12 +169,14 @@ def check_unmodified(out: Path, journal: Journal, sources: list[Source]) -> None
         )
 
 
-def modified_since(
+def modified_sources(
     stamps: Any, sources: list[Source], identities: list[dict[str, Any]] | None = None
 ) -> list[Source]:
-    """The sources whose size or time is not that of their stamp. A file that is small enough for
-    its sampled hash to cover it may have another time, if the hash is that of its identity, or
-    identities are not given because they have been compared."""
+    """Return the sources whose size or modification time differs from their stamp.
+
+    The time may differ if the sampled hash covers the whole file and is that of its identity.
+    Without `identities`, they have been compared already.
+    """
     if not isinstance(stamps, list):
         return []
     found = []
@@ -184,19 +190,20 @@ def modified_since(
     return found
 
 
-def check_unmarked(out: Path, sources: list[Source]) -> None:
-    """Older versions took a byte order mark for text; what they began cannot be continued."""
+def check_no_byte_order_mark(out: Path, sources: list[Source]) -> None:
+    """Raise DataError for a journal of an older version, which read a byte order mark as text."""
     for source in sources:
-        if source.kind in ("text", "jsonl") and marked_encoding(source.start())[0] is not None:
+        if source.kind not in ("text", "jsonl"):
+            continue
+        if detect_byte_order_mark(source.start())[0] is not None:
             raise DataError(
-                f"{out} was started by an older version, which read {source.name} without regard "
-                f"to its byte order mark; remove {out} and run the command again"
+                f"{source.name} has a byte order mark, which the older version that started {out} "
+                f"did not support; remove {out} and run the command again"
             )
 
 
-def abandon(out: Path) -> bool:
-    """After an error before anything was written: make the name free for the next attempt. False
-    if something was written, and is kept."""
+def remove_if_empty(out: Path) -> bool:
+    """Remove the folder after an error. Return False if tokens were written, which are kept."""
     with suppress(DataError, OSError):
         if read_journal(out)["splits"]:
             return False
@@ -205,8 +212,3 @@ def abandon(out: Path) -> bool:
             path.unlink(missing_ok=True)
         out.rmdir()
     return True
-
-
-def is_ours(path: Path) -> bool:
-    """What a kill may leave behind before there is a journal."""
-    return path.name == f".{UNFINISHED}.tmp"

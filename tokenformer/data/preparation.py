@@ -1,216 +1,246 @@
-"""From a corpus to a folder of token shards: read, divide, encode, write, and go on after a kill.
+"""Preparing a corpus: read it, split it, encode it and write token shards; resumable.
 
-    prepare(Request(corpus="enwik8.zip"), Path("data/enwik8"))
+    prepare(PrepareOptions(corpus="enwik8.zip"), Path("data/enwik8"))
 
-The folder holds `unfinished.json` while the work lasts: the settings and how far the shards on
-disk reach. `index.json` comes last, and only then is there a corpus (`corpus.Corpus`). The result
-depends on the corpus and the settings alone, not on the number of processes or on interruptions.
+While `prepare` runs, the folder holds a resume journal, `unfinished.json`. `index.json` is written
+last and makes the folder a corpus (`corpus.Corpus`). The result depends only on the corpus and the
+settings, not on the number of processes or on interruptions.
 """
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenformer.data.corpus import FORMAT, INDEX, TOKENIZER, UNFINISHED, read_index
-from tokenformer.data.documents import (
-    DEFAULT_FRACTION,
-    Division,
-    Parts,
-    Piece,
-    Position,
-    parts_of,
-    read_pieces,
-)
-from tokenformer.data.encoding import ByteEncoder, Chunk, Encoder, TokenizerEncoder, encoded
-from tokenformer.data.interrupts import kept_interrupts
+from tokenformer.data.compression import read_errors
+from tokenformer.data.corpus import FORMAT, INDEX, TOKENIZER, UNFINISHED, dtype_for, read_index
+from tokenformer.data.corpus_reader import CorpusReader
+from tokenformer.data.documents import Position
+from tokenformer.data.interrupts import reraise_lost_interrupts
 from tokenformer.data.journal import (
     Journal,
-    abandon,
     check_unmodified,
-    modified_since,
+    modified_sources,
     open_journal,
+    remove_if_empty,
 )
-from tokenformer.data.out_folder import check_apart, claimed, writable
-from tokenformer.data.packaging import readable
-from tokenformer.data.reading import RAW, USUAL, NotTextError, Reading
-from tokenformer.data.shards import SplitWriter, write_json
+from tokenformer.data.shards import ShardWriter, write_json
 from tokenformer.data.sources import SPLITS, Source, find_sources, is_binary
-from tokenformer.data.token_ids import dtype_for
-from tokenformer.data.tokenizer import (
-    BPE,
-    BYTES,
-    check_tokenizer,
-    load_tokenizer,
-    train_bpe,
-)
+from tokenformer.data.text_encoding import DEFAULT_READ_OPTIONS, RAW, NotTextError, ReadOptions
+from tokenformer.data.tokenization import ByteEncoder, Encoder, TokenizerEncoder, encode_chunks
+from tokenformer.data.tokenizer import BPE, BYTES, check_tokenizer, load_tokenizer, train_bpe
 from tokenformer.errors import DataError
-from tokenformer.files import fsync, sha256
+from tokenformer.files import fsync, lock_folder, sha256
 from tokenformer.paths import exists, expand_user
 
-CHUNK = 1 << 20  # bytes of text handed to a process at once
-SYNC_SECONDS = 1.0  # of work that a kill may cost
-BPE_SAMPLE = 1 << 30  # bytes of training text that a BPE is trained on; its memory grows with them
+SYNC_SECONDS = 1.0  # of work that a kill may lose
+BPE_SAMPLE = 1 << 30  # bytes of text to train a BPE on; its memory grows with them
 
 
 @dataclass(frozen=True)
-class Request:
+class PrepareOptions:
     corpus: str
     """A file, a folder or the name of a dataset."""
     tokenizer: str = BYTES
     """bytes, bpe, a tokenizer.json, a tokenizer folder or a hub name."""
     vocab_size: int | None = None
-    """Of a bpe."""
+    """Size of the BPE to train."""
     end_of_text: str | None = None
-    """The token that ends a document, where the tokenizer does not say."""
+    """The token that ends a document, if the tokenizer does not name one."""
     text_field: str = "text"
-    """Of a row of jsonl, parquet or a dataset."""
+    """The field with the text in jsonl, parquet or a dataset."""
     subset: str | None = None
-    """Of a dataset."""
+    """The subset (configuration) of a dataset."""
     validation: float | None = None
-    """Fraction of the documents to hold out; None: as is standard for the corpus, else 0.05."""
+    """Fraction of documents to hold out. By default the standard split of the corpus, or 0.05."""
     seed: int = 0
-    """Of the division."""
+    """Seed of the split by document."""
     documents: int | None = None
-    """Read no more than so many."""
+    """Largest number of documents to read."""
     shard_tokens: int = 1 << 28
-    reading: Reading = USUAL
-    """The encoding of text files, and limits on what files may hold."""
+    read_options: ReadOptions = DEFAULT_READ_OPTIONS
 
     def check(self) -> None:
         if self.validation is not None and not 0 <= self.validation < 1:
             raise DataError(f"--validation {self.validation} must be at least 0 and below 1")
         if not 0 <= self.seed < 2**63:
-            raise DataError(f"--seed {self.seed} must be a whole number from 0 to {2**63 - 1}")
+            raise DataError(f"--seed {self.seed} must be from 0 to {2**63 - 1}")
         if self.documents is not None and self.documents < 1:
             raise DataError(f"--documents {self.documents} must be at least 1")
         if self.shard_tokens < 1:
             raise DataError(f"--shard_tokens {self.shard_tokens} must be at least 1")
-        self.reading.check()
-        if self.reading.encoding == RAW and self.tokenizer != BYTES:
+        self.read_options.check()
+        if self.read_options.encoding == RAW and self.tokenizer != BYTES:
             raise DataError(f"--encoding {RAW} needs --tokenizer {BYTES}, not {self.tokenizer}")
         check_tokenizer(self.tokenizer, self.vocab_size)
 
+    def settings(self, sources: list[Source]) -> dict[str, Any]:
+        """Return everything that the result depends on. A run resumes only with the same
+        settings."""
+        settings: dict[str, Any] = {"tokenizer": self.tokenizer}
+        path = expand_user(self.tokenizer)
+        if self.tokenizer == BPE:
+            settings["vocab_size"] = self.vocab_size
+        elif self.tokenizer != BYTES and exists(path):
+            file = path / "tokenizer.json" if path.is_dir() else path
+            settings["tokenizer"] = path.resolve().name
+            with read_errors(str(file)):
+                settings["tokenizer_sha256"] = sha256(file) if file.exists() else None
+        errors = self.read_options.errors
+        return settings | {
+            "end_of_text": self.end_of_text,
+            "text_field": self.text_field,
+            "validation": self.validation,
+            "seed": self.seed,
+            "documents": self.documents,
+            "encoding": self.read_options.encoding,
+            "encoding_errors": None if errors == "strict" else errors,
+            "shard_tokens": self.shard_tokens,
+            "sources": [source.identity() for source in sources],
+        }
+
 
 @dataclass(frozen=True)
-class Standing:
-    """How far a preparation has come."""
-
-    read: int
-    """Bytes of the corpus's files."""
-    total: int
-    """Of these; 0 if it is not known."""
-    bytes: int
-    """Of text."""
+class PrepareProgress:
+    bytes_read: int
+    """Bytes of the corpus's files read so far."""
+    total_bytes: int
+    """Bytes of all files; 0 if unknown."""
+    text_bytes: int
+    """Bytes of text encoded by this run."""
     tokens: int
+    """Tokens written by this run."""
 
 
 def prepare(
-    request: Request,
+    options: PrepareOptions,
     out: Path,
     *,
     workers: int = 1,
-    on_standing: Callable[[Standing], None] = lambda standing: None,
-    on_note: Callable[[str], None] = lambda note: None,
+    on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
+    on_message: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
-    """Fill `out`, continue filling it, or find it finished. Returns its index."""
-    request.check()
+    """Prepare a corpus in `out`, or resume an interrupted preparation. Return the index."""
+    options.check()
     if workers < 1:
         raise DataError(f"--workers {workers} must be at least 1")
-    check_apart(request.corpus, out)
-    found = find_sources(request.corpus, request.subset, request.reading)
-    sources = [source for source in found if len(found) == 1 or not is_binary(source)]
-    if left_out := [source.name for source in found if source not in sources]:
-        more = ", ..." if len(left_out) > 5 else ""
-        on_note(f"left out, since not text: {', '.join(left_out[:5])}{more} ({len(left_out)})")
-    if not sources:
-        raise DataError(f"{request.corpus} holds no text, jsonl or parquet file")
-    if request.validation is not None and any(s.split == "validation" for s in sources):
-        raise DataError(
-            f"--validation {request.validation} is not needed: {request.corpus} has a validation "
-            "split of its own"
-        )
-    settings = settings_of(request, sources)
+    check_outside(options.corpus, out)
+    sources = find_text_sources(options, on_message)
+    settings = options.settings(sources)
     stamps = [source.stamp() for source in sources]
-    with claimed(out), writable(out), kept_interrupts() as check_interrupt:
+    with output_folder(out), reraise_lost_interrupts() as check_interrupt:
         journal = open_journal(out, settings, sources, stamps)
         if journal is None:
-            on_note(f"{out} is prepared already")
+            on_message(f"{out} is already prepared")
             index = read_index(out)
-            for source in modified_since(index.get("stamps"), sources):
-                on_note(
+            for source in modified_sources(index.get("stamps"), sources):
+                on_message(
                     f"{source.name} was modified after {out} was prepared; remove {out} to "
                     "prepare it again"
                 )
             return index
         if journal["position"]:
-            on_note(f"going on with {out}")
+            on_message(f"resuming {out}")
         try:
-            preparation = Preparation(request, out, sources, journal, on_note, check_interrupt)
-            return preparation.run(workers, on_standing)
+            preparation = Preparation(options, out, sources, journal, on_message, check_interrupt)
+            return preparation.run(workers, on_progress)
         except NotTextError as error:
-            if abandon(out):
+            if remove_if_empty(out):
                 raise
-            kept = f"{out} holds what was read until there; remove it first if you change"
-            raise NotTextError(f"{error} ({kept} --encoding)") from None
+            kept = f"{out} holds the tokens up to there; remove it first if you change --encoding"
+            raise NotTextError(f"{error} ({kept})") from None
         except DataError:
-            abandon(out)
+            remove_if_empty(out)
             raise
 
 
+def check_outside(corpus: str, out: Path) -> None:
+    """Raise DataError if the output folder is inside the corpus."""
+    folder = expand_user(corpus)
+    if exists(folder) and folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
+        raise DataError(f"--out {out} is inside the corpus {corpus}; use a folder outside of it")
+
+
+def find_text_sources(options: PrepareOptions, on_message: Callable[[str], None]) -> list[Source]:
+    """Return the sources of the corpus without binary files."""
+    found = find_sources(options.corpus, options.subset, options.read_options)
+    sources = [source for source in found if len(found) == 1 or not is_binary(source)]
+    if skipped := [source.name for source in found if source not in sources]:
+        more = ", ..." if len(skipped) > 5 else ""
+        on_message(f"skipped {len(skipped)} binary files: {', '.join(skipped[:5])}{more}")
+    if not sources:
+        raise DataError(f"{options.corpus} holds no text, jsonl or parquet file")
+    if options.validation is not None and any(s.split == "validation" for s in sources):
+        raise DataError(
+            f"--validation {options.validation} cannot be used: {options.corpus} has a validation "
+            "split of its own"
+        )
+    return sources
+
+
+@contextmanager
+def output_folder(out: Path) -> Iterator[None]:
+    """Create and lock the output folder; raise errors of writing to it as DataError."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(lock_folder(out))
+        except BlockingIOError:
+            raise DataError(f"--out {out} is in use by another process") from None
+        except OSError as error:
+            raise DataError(f"--out {out} cannot be made: {error.strerror}") from None
+        try:
+            yield
+        except OSError as error:  # a full disk, for example; errors of reading are DataErrors
+            raise DataError(
+                f"--out {out} cannot be written: {error.strerror or error}; run the same command "
+                "again to resume"
+            ) from None
+
+
 class Preparation:
-    """One run of `prepare`: what is being read, divided and written, and its journal."""
+    """One run of `prepare`, from the position in the journal to the index."""
 
     def __init__(
         self,
-        request: Request,
+        options: PrepareOptions,
         out: Path,
         sources: list[Source],
         journal: Journal,
-        on_note: Callable[[str], None],
-        check_interrupt: Callable[[], None] = lambda: None,
+        on_message: Callable[[str], None],
+        check_interrupt: Callable[[], None],
     ) -> None:
-        self.request = request
+        self.options = options
         self.out = out
         self.sources = sources
         self.journal = journal
-        self.on_note = on_note
+        self.on_message = on_message
         self.check_interrupt = check_interrupt
-        fraction = DEFAULT_FRACTION if request.validation is None else request.validation
-        self.division = Division.of_fraction(fraction, request.seed)
-        self.divided = not any(source.split == "validation" for source in sources)
-        self.parts = self.find_parts()
-        self.writers: dict[str, SplitWriter] = {}
+        self.reader = CorpusReader(
+            sources,
+            journal,
+            text_field=options.text_field,
+            validation=options.validation,
+            seed=options.seed,
+            max_documents=options.documents,
+            check_interrupt=check_interrupt,
+        )
+        self.writers: dict[str, ShardWriter] = {}
 
-    def find_parts(self) -> dict[int, Parts]:
-        """If all there is to train on is one text, it is divided by place, not by document."""
-        training = [n for n, s in enumerate(self.sources) if s.split in (None, "train")]
-        if len(training) != 1 or self.sources[training[0]].kind != "text" or not self.divided:
-            return {}
-        if "parts" not in self.journal:
-            if self.journal["position"] is not None:  # an older version divided by document
-                return {}
-            self.journal["parts"] = parts_of(
-                self.sources[training[0]],
-                self.request.validation,
-                standard=len(self.sources) == 1,
-            )
-        return {training[0]: tuple((split, end) for split, end in self.journal["parts"])}
-
-    def run(self, workers: int, on_standing: Callable[[Standing], None]) -> dict[str, Any]:
+    def run(self, workers: int, on_progress: Callable[[PrepareProgress], None]) -> dict[str, Any]:
         try:
             while True:
                 if self.journal["threshold"] is not None:
-                    self.division.threshold = self.journal["threshold"]
+                    self.reader.hash_split.threshold = self.journal["threshold"]
                 encoder = self.make_encoder()
                 for split, state in self.journal["splits"].items():
-                    self.writers[split] = self.writer(split, encoder, state)
-                self.write_all(encoder, workers, on_standing)
+                    self.writers[split] = self.make_writer(split, encoder, state)
+                self.write_all(encoder, workers, on_progress)
                 check_unmodified(self.out, self.journal, self.sources)
-                if not self.one_side_is_empty():
+                if not self.needs_new_split():
                     return self.finish()
-                self.start_anew()
+                self.restart_with_one_document_held_out()
         finally:
             self.close()
 
@@ -223,22 +253,21 @@ class Preparation:
         if "tokenizer" not in self.journal:
             self.journal["tokenizer"] = self.make_tokenizer(self.out / TOKENIZER)
             write_json(self.out / UNFINISHED, self.journal)
-        known = self.journal["tokenizer"]
-        dtype = dtype_for(known["vocab_size"])
-        if self.request.tokenizer == BYTES:
+        tokenizer = self.journal["tokenizer"]
+        dtype = dtype_for(tokenizer["vocab_size"])
+        if self.options.tokenizer == BYTES:
             return ByteEncoder(dtype)
-        return TokenizerEncoder(
-            self.out / TOKENIZER / "tokenizer.json", known["end_of_text"], dtype
-        )
+        file = self.out / TOKENIZER / "tokenizer.json"
+        return TokenizerEncoder(file, tokenizer["end_of_text"], dtype)
 
     def make_tokenizer(self, folder: Path) -> dict[str, Any]:
-        """Save the tokenizer; what the index says of it."""
-        request = self.request
-        if request.tokenizer == BPE and request.vocab_size is not None:
-            self.on_note(f"training a BPE of {request.vocab_size} tokens")
-            tokenizer = train_bpe(self.training_texts(), request.vocab_size)
+        """Train or load the tokenizer, save it and return its entry in the index."""
+        options = self.options
+        if options.tokenizer == BPE and options.vocab_size is not None:
+            self.on_message(f"training a BPE of {options.vocab_size} tokens")
+            tokenizer = train_bpe(self.training_texts(), options.vocab_size)
         else:
-            tokenizer = load_tokenizer(request.tokenizer, request.end_of_text)
+            tokenizer = load_tokenizer(options.tokenizer, options.end_of_text)
         tokenizer.save(folder)
         return {
             "name": self.journal["settings"]["tokenizer"],
@@ -249,7 +278,7 @@ class Preparation:
 
     def training_texts(self) -> Iterator[str]:
         size = 0
-        for chunk in self.chunks(None, "train"):
+        for chunk in self.reader.chunks(None, "train"):
             for split, text in zip(chunk.splits, chunk.texts, strict=True):
                 if split == "train":
                     yield text.decode("utf-8", errors="replace")
@@ -257,110 +286,61 @@ class Preparation:
             if size >= BPE_SAMPLE:
                 return
 
-    def writer(self, split: str, encoder: Encoder, state: dict[str, Any]) -> SplitWriter:
-        return SplitWriter(self.out, split, encoder.dtype, self.request.shard_tokens, state)
-
-    def chunks(self, after: Position | None, split: str) -> Iterator[Chunk]:
-        """The corpus after a position, in chunks; `split` is that of the piece before."""
-        before, total = [], 0
-        for source in self.sources:
-            before.append(total)
-            total += source.size
-        chunk = Chunk()
-        for piece in self.pieces(after):
-            if piece.starts:
-                split = piece.split or self.split_of(piece.position.source, piece.text)
-            chunk.add(piece.text, piece.ends, split)
-            chunk.position = piece.position
-            chunk.read = before[piece.position.source] + piece.read
-            if chunk.size >= CHUNK:
-                self.check_interrupt()
-                yield chunk
-                chunk = Chunk()
-        if chunk.texts:
-            yield chunk
-
-    def pieces(self, after: Position | None) -> Iterator[Piece]:
-        """The corpus after a position, up to as many documents as are asked for."""
-        left = self.request.documents
-        if left is not None and after is not None:
-            left -= sum(state["documents"] for state in self.journal["splits"].values())
-        for piece in read_pieces(self.sources, self.request.text_field, self.parts, after):
-            if left is not None and left <= 0:
-                return
-            yield piece
-            if left is not None:
-                left -= piece.ends
-
-    def split_of(self, source: int, text: bytes) -> str:
-        split = self.sources[source].split or "train"
-        if split != "train" or not self.divided:
-            return split
-        hashed = self.division.hash_of(text)
-        return "validation" if hashed < self.division.threshold else "train"
+    def make_writer(self, split: str, encoder: Encoder, state: dict[str, Any]) -> ShardWriter:
+        return ShardWriter(self.out, split, encoder.dtype, self.options.shard_tokens, state)
 
     def write_all(
-        self, encoder: Encoder, workers: int, on_standing: Callable[[Standing], None]
+        self, encoder: Encoder, workers: int, on_progress: Callable[[PrepareProgress], None]
     ) -> None:
         after = Position(*self.journal["position"]) if self.journal["position"] else None
         total = sum(source.size for source in self.sources)
-        size, tokens = 0, 0
+        text_bytes, tokens = 0, 0
         synced = time.monotonic()
-        chunks = self.chunks(after, self.journal["split"])
-        for chunk, ids_by_split in encoded(chunks, encoder, workers):
+        chunks = self.reader.chunks(after, self.journal["split"])
+        for chunk, ids_by_split in encode_chunks(chunks, encoder, workers):
             for split, ids in ids_by_split.items():
                 if split not in self.writers:
-                    self.writers[split] = self.writer(split, encoder, {})
+                    self.writers[split] = self.make_writer(split, encoder, {})
                 self.writers[split].write(ids)
                 tokens += len(ids)
             for split, text, ends in zip(chunk.splits, chunk.texts, chunk.ends, strict=True):
                 self.writers[split].bytes += len(text)
                 self.writers[split].documents += ends
-            size += chunk.size
+            text_bytes += chunk.size
             self.journal |= {"position": chunk.position, "split": chunk.splits[-1]}
             if time.monotonic() - synced > SYNC_SECONDS:
                 self.sync()
                 synced = time.monotonic()
-            on_standing(Standing(chunk.read, total, size, tokens))
+            on_progress(PrepareProgress(chunk.bytes_read, total, text_bytes, tokens))
 
     def sync(self) -> None:
-        """Shards first, then the journal that vouches for them."""
+        """Write the shards to disk, and only then the journal that refers to them."""
         for writer in self.writers.values():
             writer.sync()
         self.journal["splits"] = {split: w.state() for split, w in self.writers.items()}
         write_json(self.out / UNFINISHED, self.journal)
 
-    def one_side_is_empty(self) -> bool:
-        """Whether chance left nothing to train on, or nothing to hold out of a few documents."""
-        if self.journal["threshold"] is not None or self.division.threshold == 0:
-            return False
-        if not self.divided or self.parts:
+    def needs_new_split(self) -> bool:
+        """Whether the hashes of a few documents left one of the two splits empty."""
+        if self.journal["threshold"] is not None or not self.reader.splits_by_hash:
             return False
         return not {"train", "validation"} <= self.writers.keys()
 
-    def start_anew(self) -> None:
-        """Hold out the one document whose hash is the smallest; of a single document, nothing."""
-        hashes = {
-            self.division.hash_of(piece.text)
-            for piece in self.pieces(None)
-            if piece.starts and self.sources[piece.position.source].split in (None, "train")
-        }
+    def restart_with_one_document_held_out(self) -> None:
+        """Start over, holding out one document, or none if there is only one."""
+        threshold = self.reader.one_document_threshold()
         self.close()
-        self.journal |= {
-            "position": None,
-            "split": "train",
-            "splits": {},
-            "threshold": min(hashes) + 1 if len(hashes) > 1 else 0,
-        }
-        if self.request.tokenizer == BPE:  # it has learnt from what is now held out
+        self.journal |= {"position": None, "split": "train", "splits": {}, "threshold": threshold}
+        if self.options.tokenizer == BPE:  # it was trained on what is now held out
             del self.journal["tokenizer"]
         write_json(self.out / UNFINISHED, self.journal)
 
     def finish(self) -> dict[str, Any]:
+        """Finish the shards, write the index and remove the journal."""
         if not self.writers:
-            raise DataError(f"{self.request.corpus} holds no text")
+            raise DataError(f"{self.options.corpus} holds no text")
         dtype = next(iter(self.writers.values())).dtype
-        splits = {s: self.writers[s].entry() for s in SPLITS if s in self.writers}
+        splits = {s: self.writers[s].finish() for s in SPLITS if s in self.writers}
         index = {
             "format": FORMAT,
             "tokenizer": self.journal["tokenizer"],
@@ -373,34 +353,10 @@ class Preparation:
             index["stamps"] = self.journal["stamps"]
         listed = {shard["file"] for entry in splits.values() for shard in entry["shards"]}
         for path in self.out.glob("*.bin"):
-            if path.name not in listed:  # of a first division that held out nothing
+            if path.name not in listed:  # left from before a restart
                 path.unlink()
         fsync(self.out)
         self.check_interrupt()
         write_json(self.out / INDEX, index)
         (self.out / UNFINISHED).unlink(missing_ok=True)
         return index
-
-
-def settings_of(request: Request, sources: list[Source]) -> dict[str, Any]:
-    """All that the result depends on. A later run continues only if it has the same."""
-    settings: dict[str, Any] = {"tokenizer": request.tokenizer}
-    path = expand_user(request.tokenizer)
-    if request.tokenizer == BPE:
-        settings["vocab_size"] = request.vocab_size
-    elif request.tokenizer != BYTES and exists(path):
-        file = path / "tokenizer.json" if path.is_dir() else path
-        settings["tokenizer"] = path.resolve().name
-        with readable(str(file)):
-            settings["tokenizer_sha256"] = sha256(file) if file.exists() else None
-    return settings | {
-        "end_of_text": request.end_of_text,
-        "text_field": request.text_field,
-        "validation": request.validation,
-        "seed": request.seed,
-        "documents": request.documents,
-        "encoding": request.reading.encoding,
-        "encoding_errors": None if request.reading.errors == "strict" else request.reading.errors,
-        "shard_tokens": request.shard_tokens,
-        "sources": [source.identity() for source in sources],
-    }

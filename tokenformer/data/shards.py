@@ -1,8 +1,7 @@
-"""Writing shards so that a kill at any moment loses little and spoils nothing.
+"""Writing shards of token ids so that a killed process loses little work and resumes.
 
-A `SplitWriter` appends ids to numbered shards and keeps their hashes. `sync` brings them to the
-disk; after that its `state` may be written down, and a later writer made from it cuts off whatever
-came after. Small files are written beside their name and renamed.
+A `ShardWriter` appends ids to the numbered shards of a split and hashes them. After `sync`, its
+`state` may be saved; a writer created from that state truncates everything written later.
 """
 
 import hashlib
@@ -15,20 +14,23 @@ from typing import Any
 
 import numpy as np
 
-from tokenformer.data.corpus import BLOCK
-from tokenformer.data.token_ids import TokenIds
+from tokenformer.data.corpus import TokenIds
 from tokenformer.errors import DataError
 from tokenformer.files import write_atomic
 
+READ_BYTES = 1 << 22
+
 
 @cache
-def hasher() -> ThreadPoolExecutor:
-    """Hashes beside the disk. One for the life of the process: a pool that dies while `prepare`
-    runs can swallow a KeyboardInterrupt."""
+def hash_executor() -> ThreadPoolExecutor:
+    """The thread that hashes while the disk writes. It lives as long as the process, because a pool
+    that is garbage-collected while `prepare` runs can swallow a KeyboardInterrupt."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="sha256")
 
 
-class SplitWriter:
+class ShardWriter:
+    """The writer of one split. `state` is {} for a new split."""
+
     def __init__(
         self,
         folder: Path,
@@ -45,16 +47,16 @@ class SplitWriter:
         self.bytes: int = state.get("bytes", 0)
         self.finished: list[dict[str, Any]] = list(state.get("shards", []))
         self.tokens: int = state.get("open_tokens", 0)
-        """In the shard that is open."""
+        """Tokens in the open shard."""
         self.digest = hashlib.sha256()
         self.hashing: Future[None] | None = None
-        self.file = self.reopened()
+        self.file = self.open_shard()
 
     def path(self) -> Path:
         return self.folder / f"{self.split}-{len(self.finished):05d}.bin"
 
-    def reopened(self) -> Any:
-        """The open shard, cut back to what the state says of it; nothing after it remains."""
+    def open_shard(self) -> Any:
+        """Open the current shard truncated to the size in the state; delete later shards."""
         kept = {shard["file"] for shard in self.finished} | {self.path().name}
         for path in self.folder.glob(f"{self.split}-*.bin"):
             if path.name not in kept:
@@ -66,31 +68,31 @@ class SplitWriter:
             file = self.path().open("r+b", buffering=0)
         except FileNotFoundError:
             raise DataError(
-                f"{self.path()} is missing; remove {self.folder} and start anew"
+                f"{self.path()} is missing; remove {self.folder} and start again"
             ) from None
         left = size
-        while left and (block := file.read(min(left, BLOCK))):
+        while left and (block := file.read(min(left, READ_BYTES))):
             self.digest.update(block)
             left -= len(block)
         if left:
             file.close()
-            raise DataError(f"{self.path()} is torn; remove {self.folder} and start anew")
+            raise DataError(f"{self.path()} is truncated; remove {self.folder} and start again")
         file.truncate(size)
         return file
 
     def write(self, ids: TokenIds) -> None:
         while len(ids):
-            room = self.shard_tokens - self.tokens
-            part = np.ascontiguousarray(ids[:room]).view(np.uint8).data
-            self.wait_for_hash()  # of the part before: one waits at most
-            self.hashing = hasher().submit(self.digest.update, part)
+            free = self.shard_tokens - self.tokens
+            part = np.ascontiguousarray(ids[:free]).view(np.uint8).data
+            self.wait_for_hash()  # of the previous part, so that at most one is waiting
+            self.hashing = hash_executor().submit(self.digest.update, part)
             written = 0
-            while written < len(part):  # an unbuffered write may take less than it is given
+            while written < len(part):  # an unbuffered write may write less than it is given
                 written += self.file.write(part[written:])
-            self.tokens += min(room, len(ids))
-            ids = ids[room:]
+            self.tokens += min(free, len(ids))
+            ids = ids[free:]
             if self.tokens == self.shard_tokens:
-                self.close_shard()
+                self.finish_shard()
                 self.file = self.path().open("wb", buffering=0)
 
     def wait_for_hash(self) -> None:
@@ -98,11 +100,11 @@ class SplitWriter:
             self.hashing.result()
 
     def close(self) -> None:
-        """Let go of the open shard, without finishing it."""
+        """Close the open shard without finishing it."""
         self.wait_for_hash()
         self.file.close()
 
-    def close_shard(self) -> None:
+    def finish_shard(self) -> None:
         self.sync()
         self.wait_for_hash()
         self.file.close()
@@ -129,9 +131,9 @@ class SplitWriter:
             "open_tokens": self.tokens,
         }
 
-    def entry(self) -> dict[str, Any]:
-        """Close the last shard; what the index says of the split."""
-        self.close_shard()
+    def finish(self) -> dict[str, Any]:
+        """Finish the last shard and return the split's entry in the index."""
+        self.finish_shard()
         return {
             "tokens": sum(shard["tokens"] for shard in self.finished),
             "documents": self.documents,

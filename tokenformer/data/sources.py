@@ -1,8 +1,8 @@
-"""What a corpus is made of: files of text or rows, members of archives, splits of a dataset.
+"""The sources of a corpus: files of text or rows, members of archives, splits of a dataset.
 
-`find_sources` turns what a user names into a list in a fixed order. A file named after a split
-(`train.jsonl`, `val/00.txt`, `test.parquet`), or a split that a dataset has of its own, stays what
-it is; everything else is divided by `documents.Division`.
+`find_sources` lists the sources of a path or dataset name in a fixed order. Files named after a
+split (`train.jsonl`, `val/00.txt`, `test.parquet`) and the splits of a dataset keep their split;
+`splits` assigns all other documents.
 """
 
 import hashlib
@@ -13,8 +13,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tokenformer.data.packaging import Unpacked, archive_members, bare_name, readable, unpacked
-from tokenformer.data.reading import RAW, USUAL, Reading, as_utf8, marked_encoding
+from tokenformer.data.compression import (
+    OpenFile,
+    archive_members,
+    open_decompressed,
+    read_errors,
+    strip_suffixes,
+)
+from tokenformer.data.text_encoding import (
+    DEFAULT_READ_OPTIONS,
+    RAW,
+    ReadOptions,
+    as_utf8,
+    detect_byte_order_mark,
+)
 from tokenformer.errors import DataError
 from tokenformer.paths import check_hub, exists, expand_user, is_local, missing_message
 
@@ -32,27 +44,28 @@ KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 DATASETS_PREFIX = "datasets:"
 DATASET_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 SAMPLE = 1 << 16
+"""Bytes of each part of a file that identify it, and that tell text from binary."""
 
 
 @dataclass(frozen=True)
 class Source:
     name: str
-    """Relative to the corpus, with `/`; what messages and the index call it."""
+    """Path relative to the corpus, with `/`; used in messages and in the index."""
     kind: str
-    """text (one document), jsonl, parquet or dataset (a document a row)."""
+    """text (one document), jsonl, parquet or dataset (one document per row)."""
     path: Path = Path()
     member: str | None = None
-    """The file of a zip archive."""
+    """The member, if `path` is a zip archive."""
     split: str | None = None
     size: int = 0
     """Bytes on disk, for the progress bar."""
     rows: Any = None
-    """Of a dataset: its rows, as an iterable that can `skip`."""
-    reading: Reading = USUAL
+    """The `IterableDataset` of a dataset."""
+    read_options: ReadOptions = DEFAULT_READ_OPTIONS
 
     def stamp(self) -> list[int]:
-        """Size and time of the last change of a file; of a dataset's folder, the sums of all."""
-        with readable(self.name):
+        """Return size and modification time of the file, or their sums over a dataset's folder."""
+        with read_errors(self.name):
             if self.kind == "dataset":
                 found = [path.stat() for path in self.path.rglob("*")] if self.path.name else []
             else:
@@ -60,36 +73,43 @@ class Source:
         return [sum(f.st_size for f in found), sum(f.st_mtime_ns for f in found)]
 
     @contextmanager
-    def opened(self) -> Iterator[Unpacked]:
-        """The text or the lines of a file, unpacked, as UTF-8."""
-        with unpacked(self.path, self.member, self.reading.max_ratio) as (stream, file):
-            yield Unpacked(as_utf8(stream, self.name, self.reading), file)
+    def open(self) -> Iterator[OpenFile]:
+        """Open the file, decompressed and as UTF-8."""
+        with open_decompressed(self.path, self.member, self.read_options.max_ratio) as (
+            stream,
+            file,
+        ):
+            yield OpenFile(as_utf8(stream, self.name, self.read_options), file)
 
     def start(self) -> bytes:
-        """The first bytes, unpacked but as they are."""
-        with unpacked(self.path, self.member, self.reading.max_ratio) as (stream, _):
+        """Return the first bytes, decompressed but in the file's encoding."""
+        with open_decompressed(self.path, self.member, self.read_options.max_ratio) as (stream, _):
             return stream.read(SAMPLE)
 
     def is_plain(self) -> bool:
-        """Whether the text is the file's bytes as they are, so that any part can be read alone."""
-        if self.member is not None or bare_name(self.path.name) != self.path.name:
+        """Whether the text is exactly the bytes of the file, so that reading can start anywhere."""
+        if self.member is not None or strip_suffixes(self.path.name) != self.path.name:
             return False
-        if self.reading.encoding == RAW:
+        options = self.read_options
+        if options.encoding == RAW:
             return True
-        as_it_is = self.reading.encoding is None and self.reading.errors == "strict"
-        return as_it_is and marked_encoding(self.start())[0] is None
+        default = options.encoding is None and options.errors == "strict"
+        return default and detect_byte_order_mark(self.start())[0] is None
 
     def identity(self) -> dict[str, Any]:
-        """By which a later run tells whether this is still the same source, wherever it lies."""
+        """Return what identifies the source in a later run, wherever it is stored."""
         found: dict[str, Any] = {"name": self.name, "split": self.split}
         if self.kind != "dataset":
-            with readable(self.name):
+            with read_errors(self.name):
                 found |= {"size": self.size, "sample": sampled_hash(self.path)}
         return found
 
 
-def find_sources(corpus: str, subset: str | None = None, reading: Reading = USUAL) -> list[Source]:
-    return [replace(source, reading=reading) for source in named_sources(corpus, subset)]
+def find_sources(
+    corpus: str, subset: str | None = None, read_options: ReadOptions = DEFAULT_READ_OPTIONS
+) -> list[Source]:
+    """List the sources of a file, a folder or a dataset."""
+    return [replace(source, read_options=read_options) for source in named_sources(corpus, subset)]
 
 
 def named_sources(corpus: str, subset: str | None) -> list[Source]:
@@ -100,11 +120,11 @@ def named_sources(corpus: str, subset: str | None) -> list[Source]:
         if is_local(corpus) or path.suffix or not DATASET_NAME.fullmatch(corpus):
             raise DataError(
                 f"{missing_message(corpus)} "
-                "(give a file, a folder, or a dataset such as owner/name)"
+                "(pass a file, a folder, or a dataset such as owner/name)"
             )
         return dataset_sources(corpus, subset)
     if subset is not None:
-        raise DataError(f"--subset {subset} belongs to a dataset, and {corpus} is a file or folder")
+        raise DataError(f"--subset {subset} is for datasets; {corpus} is a file or folder")
     if path.is_dir():
         sources = [source for file in files_under(path) for source in file_sources(file, path)]
         sources = with_splits(sources)
@@ -118,7 +138,7 @@ def named_sources(corpus: str, subset: str | None) -> list[Source]:
 
 
 def files_under(folder: Path) -> Iterator[Path]:
-    """Every file, sorted by its path; hidden ones are left out."""
+    """Yield every file that is not hidden, sorted by path."""
     found = [path for path in folder.rglob("*") if path.is_file()]
     for path in sorted(found, key=lambda path: path.relative_to(folder).as_posix()):
         if not any(part.startswith(".") for part in path.relative_to(folder).parts):
@@ -128,7 +148,7 @@ def files_under(folder: Path) -> Iterator[Path]:
 def file_sources(path: Path, root: Path) -> Iterator[Source]:
     name, size = path.relative_to(root).as_posix(), path.stat().st_size
     if path.suffix.lower() == ".zip":
-        members = [(m, s) for m, s in archive_members(path) if not hidden(m)]
+        members = [(m, s) for m, s in archive_members(path) if not is_hidden(m)]
         total = sum(unpacked_size for _, unpacked_size in members) or 1
         for member, unpacked_size in members:
             share = size * unpacked_size // total
@@ -137,31 +157,32 @@ def file_sources(path: Path, root: Path) -> Iterator[Source]:
         yield Source(name, kind_of(name), path, size=size)
 
 
-def hidden(member: str) -> bool:
+def is_hidden(member: str) -> bool:
     parts = PurePosixPath(member).parts
     return any(part != ".." and part.startswith((".", "__MACOSX")) for part in parts)
 
 
 def kind_of(name: str) -> str:
-    bare = bare_name(name)
+    bare = strip_suffixes(name)
     if bare.lower().endswith((".tar", ".tgz")):
         raise DataError(
-            f"{name} is a tar archive; unpack it and give the folder, or pack it as zip"
+            f"{name} is a tar archive; unpack it and pass the folder, or convert it to zip"
         )
     kind = KINDS.get(PurePosixPath(bare).suffix.lower(), "text")
     if kind == "parquet" and bare != name:
-        raise DataError(f"{name}: parquet is compressed inside; give it unpacked")
+        raise DataError(f"{name}: parquet is compressed inside; decompress the file")
     return kind
 
 
 def with_splits(sources: list[Source]) -> list[Source]:
-    """Sources named after a split, if `train` is among the names; else as they were."""
+    """Assign sources to splits by name, if `train` is among the names and not the only one."""
     named = [replace(source, split=split_in_name(source.name)) for source in sources]
     return named if {"train"} < {source.split for source in named} else sources
 
 
 def split_in_name(name: str) -> str | None:
-    """`train.jsonl.zst`, `train-00000-of-00004.parquet` or `train/any/file.txt` is of train."""
+    """Return the split in a file name, such as train in `train.jsonl.zst`,
+    `train-00000-of-00004.parquet` and `train/any/file.txt`."""
     parts = PurePosixPath(name).parts
     candidates = [*parts[:-1], re.split(r"[-_.]", parts[-1])[0]]
     found = [SPLIT_NAMES[part.lower()] for part in candidates if part.lower() in SPLIT_NAMES]
@@ -169,16 +190,17 @@ def split_in_name(name: str) -> str | None:
 
 
 def is_binary(source: Source) -> bool:
-    """Whether a source of text has a zero byte near its start, which no text does but UTF-16."""
-    if source.kind != "text" or source.reading.has_zero_bytes:
+    """Whether a text source has a zero byte near its start, which only UTF-16 and UTF-32 text
+    has."""
+    if source.kind != "text" or source.read_options.allows_zero_bytes:
         return False
     start = source.start()
-    return b"\0" in start and marked_encoding(start)[0] is None
+    return b"\0" in start and detect_byte_order_mark(start)[0] is None
 
 
 def sampled_hash(path: Path) -> str:
-    """A hash of a file's start, middle and end: enough to tell files apart, cheap at any size. Of
-    a file of at most 3 * SAMPLE bytes it covers all."""
+    """Hash the start, middle and end of a file: enough to tell files apart, cheap at any size. It
+    covers all of a file of at most 3 * SAMPLE bytes."""
     size = path.stat().st_size
     digest = hashlib.sha256()
     with path.open("rb") as file:
@@ -189,7 +211,7 @@ def sampled_hash(path: Path) -> str:
 
 
 def dataset_sources(name: str, subset: str | None) -> list[Source]:
-    """The splits of a `datasets` dataset, streamed: nothing is downloaded whole."""
+    """Return the splits of a `datasets` dataset, which is streamed, not downloaded."""
     local = expand_user(name) if is_local(name) else Path()
     if not is_local(name):
         check_hub(name, "dataset")
@@ -204,7 +226,7 @@ def dataset_sources(name: str, subset: str | None) -> list[Source]:
         label = f"{name}/{subset}/{split}" if subset else f"{name}/{split}"
         sources.append(Source(label, "dataset", local, split=known, rows=rows))
     if not sources:
-        raise DataError(f"{name} has the splits {', '.join(datasets)}; none is one to train on")
+        raise DataError(f"{name} has no training split; its splits are {', '.join(datasets)}")
     return sorted(sources, key=lambda source: SPLITS.index(source.split or "train"))
 
 

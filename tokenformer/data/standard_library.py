@@ -1,7 +1,6 @@
-"""A corpus that is on every machine: the sources of Python's standard library, as bytes.
+"""A corpus that every machine has: the sources of Python's standard library, as bytes.
 
-About eleven megabytes of real English and code. Every twentieth file is held out for validation, so
-that the validation text is of files the model has never seen.
+About eleven megabytes of English and code. Every twentieth file is held out for validation.
 """
 
 import sysconfig
@@ -11,16 +10,16 @@ from pathlib import Path
 import numpy as np
 
 from tokenformer.data.byte_tokenizer import END_OF_TEXT
-from tokenformer.data.token_ids import TokenIds
+from tokenformer.data.corpus import TokenIds
 
-# Installed packages and the tests of Python itself differ from machine to machine; the tables of
-# character sets and of the help system are neither English nor code.
+# Installed packages and Python's own tests differ from machine to machine; `encodings` and
+# `pydoc_data` are tables, neither English nor code.
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data"}
 HELD_OUT_EVERY = 20
 
 
 def standard_library() -> tuple[TokenIds, TokenIds]:
-    """Training and validation tokens; each file ends with the end-of-text token."""
+    """Return training and validation tokens; each file ends with the end-of-text token."""
     files = list(source_files(Path(sysconfig.get_path("stdlib"))))
     if not files:
         raise FileNotFoundError(
@@ -28,9 +27,8 @@ def standard_library() -> tuple[TokenIds, TokenIds]:
             "installed with its standard library as .py files"
         )
     documents = [file.read_bytes() for file in files]
-    held_out = documents[::HELD_OUT_EVERY]
-    kept = [text for index, text in enumerate(documents) if index % HELD_OUT_EVERY]
-    return encode_documents(kept), encode_documents(held_out)
+    train = [text for index, text in enumerate(documents) if index % HELD_OUT_EVERY]
+    return encode_documents(train), encode_documents(documents[::HELD_OUT_EVERY])
 
 
 def source_files(root: Path) -> Iterator[Path]:

@@ -1,17 +1,17 @@
-"""The tokenizer of a corpus: bytes, a file, a folder, a hub name, or a BPE trained on the spot.
+"""The tokenizer of a corpus: bytes, a file, a folder, a hub name, or a BPE trained on the corpus.
 
-Whatever it was, it is saved as a folder that AutoTokenizer loads, and encoding reads that folder's
-`tokenizer.json`: what a model is trained on is what its users will get.
+It is always saved as a folder that AutoTokenizer loads. Encoding reads that folder's
+`tokenizer.json`, so a model is trained with the tokenizer that its users get.
 """
 
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tokenformer.data.byte_tokenizer import END_OF_TEXT_SYMBOL, byte_level
-from tokenformer.data.shards import write_json
 from tokenformer.data.sources import one_line
 from tokenformer.errors import DataError
 from tokenformer.files import fsync, write_atomic
@@ -24,20 +24,23 @@ from tokenformer.paths import (
     missing_message,
 )
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
 BYTES = "bytes"
 BPE = "bpe"
-# How published tokenizers spell the end of a text, where a bare tokenizer.json does not say.
+# End-of-text tokens of published tokenizers, for a tokenizer.json that does not name its own.
 END_OF_TEXT_SYMBOLS = (END_OF_TEXT_SYMBOL, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>")
 SMALLEST_BPE = 257  # every byte and the end of text
 
 
 @dataclass(frozen=True)
 class CorpusTokenizer:
-    backend: Any
-    """A `tokenizers.Tokenizer`."""
+    backend: "Tokenizer"
     end_of_text: str
-    hub: Any = None
-    """The `PreTrainedTokenizerFast` it came in, if it did."""
+    pretrained: "PreTrainedTokenizerFast | None" = None
+    """The transformers tokenizer that it was loaded from, if any."""
 
     @property
     def vocab_size(self) -> int:
@@ -45,20 +48,20 @@ class CorpusTokenizer:
 
     @property
     def end_of_text_id(self) -> int:
-        return int(self.backend.token_to_id(self.end_of_text))
+        return self.backend.get_vocab(with_added_tokens=True)[self.end_of_text]
 
     def save(self, folder: Path) -> None:
-        """For AutoTokenizer, in the place of what an interrupted run may have left."""
+        """Save for AutoTokenizer, replacing the leftovers of an interrupted run."""
         shutil.rmtree(folder, ignore_errors=True)
-        if self.hub is not None:
+        if self.pretrained is not None:
             try:
-                self.hub.save_pretrained(folder)
-            except Exception as error:  # the library raises bare Exception where a disk is full
+                self.pretrained.save_pretrained(folder)
+            except Exception as error:  # the library raises a bare Exception if the disk is full
                 raise OSError(f"{folder}: {one_line(error)}") from None
         else:
             folder.mkdir()
             write_atomic(folder / "tokenizer.json", self.backend.to_str(pretty=True))
-            # Written here, since importing transformers takes longer than a small corpus.
+            # Not saved by transformers, whose import takes longer than preparing a small corpus.
             config = {
                 "tokenizer_class": "PreTrainedTokenizerFast",
                 "bos_token": self.end_of_text,
@@ -67,7 +70,7 @@ class CorpusTokenizer:
                 "padding_side": "left",
                 "clean_up_tokenization_spaces": False,
             }
-            write_json(folder / "tokenizer_config.json", config)
+            write_atomic(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
         for path in folder.iterdir():
             fsync(path)
 
@@ -75,9 +78,7 @@ class CorpusTokenizer:
 def check_tokenizer(name: str, vocab_size: int | None) -> None:
     if name != BPE:
         if vocab_size is not None:
-            raise DataError(
-                f"--vocab_size {vocab_size} is the size of a BPE; add --tokenizer {BPE}"
-            )
+            raise DataError(f"--vocab_size {vocab_size} is for a new BPE; add --tokenizer {BPE}")
         if name != BYTES:
             check_tokenizer_name(name)
         return
@@ -88,8 +89,9 @@ def check_tokenizer(name: str, vocab_size: int | None) -> None:
 
 
 def check_tokenizer_name(name: str) -> None:
-    """Refuse at once what is neither here nor on the hub, which is asked once."""
-    choices = f"give {BYTES}, {BPE}, a tokenizer.json, a tokenizer folder or a hub name"
+    """Raise DataError for a tokenizer that exists neither here nor on the hub, before any slow
+    import or retry."""
+    choices = f"pass {BYTES}, {BPE}, a tokenizer.json, a tokenizer folder or a hub name"
     if is_local(name) or name.endswith(".json"):
         if not exists(expand_user(name)):
             raise DataError(f"--tokenizer: {missing_message(name)} ({choices})")
@@ -103,57 +105,57 @@ def check_tokenizer_name(name: str) -> None:
 def load_tokenizer(name: str, end_of_text: str | None) -> CorpusTokenizer:
     if name == BYTES:
         return CorpusTokenizer(byte_level(), END_OF_TEXT_SYMBOL)
-    path, hub = expand_user(name), None
+    path, pretrained = expand_user(name), None
     if exists(path) and path.is_file():
-        backend = tokenizer_of_file(path)
+        backend = tokenizer_from_file(path)
     else:
-        hub = tokenizer_of_folder(name)
-        backend = hub.backend_tokenizer
-        end_of_text = end_of_text or hub.eos_token
-    known = backend.get_vocab(with_added_tokens=True)
+        pretrained = tokenizer_from_pretrained(name)
+        backend = pretrained.backend_tokenizer
+        end_of_text = end_of_text or pretrained.eos_token
+    vocabulary = backend.get_vocab(with_added_tokens=True)
     if end_of_text is None:
-        end_of_text = next((symbol for symbol in END_OF_TEXT_SYMBOLS if symbol in known), None)
+        end_of_text = next((symbol for symbol in END_OF_TEXT_SYMBOLS if symbol in vocabulary), None)
         if end_of_text is None:
             raise DataError(
-                f"{name} does not say which token ends a text; name it by --end_of_text"
+                f"{name} does not say which token ends a text; name it with --end_of_text"
             )
-    if end_of_text not in known:
+    if end_of_text not in vocabulary:
         raise DataError(f"--end_of_text {end_of_text} is not a token of {name}")
-    if hub is not None:
-        hub.eos_token = end_of_text
-        hub.pad_token = hub.pad_token or end_of_text
-    return CorpusTokenizer(backend, end_of_text, hub)
+    if pretrained is not None:
+        pretrained.eos_token = end_of_text
+        pretrained.pad_token = pretrained.pad_token or end_of_text
+    return CorpusTokenizer(backend, end_of_text, pretrained)
 
 
-def tokenizer_of_file(path: Path) -> Any:
+def tokenizer_from_file(path: Path) -> "Tokenizer":
     from tokenizers import Tokenizer
 
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
+    except Exception as error:  # the library raises a bare Exception
         raise DataError(f"--tokenizer {path} is not a tokenizer.json: {one_line(error)}") from None
 
 
-def tokenizer_of_folder(name: str | Path) -> Any:
-    """Of a folder or from the hub. Code that a repository may bring along is never run."""
+def tokenizer_from_pretrained(name: str | Path) -> "PreTrainedTokenizerFast":
+    """Load a tokenizer from a folder or the hub, without running code that it contains."""
     check_tokenizer_name(str(name))
     from transformers import AutoTokenizer
 
     try:
-        known = str(expand_user(name)) if is_local(str(name)) else name
-        tokenizer = AutoTokenizer.from_pretrained(known, trust_remote_code=False)
+        location = str(expand_user(name)) if is_local(str(name)) else name
+        tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"--tokenizer {name} is not {BYTES}, {BPE}, a tokenizer.json, a tokenizer folder or a "
-            f"hub name that can be reached: {one_line(error)}"
+            f"--tokenizer {name} cannot be loaded: {one_line(error)} (pass {BYTES}, {BPE}, a "
+            "tokenizer.json, a tokenizer folder or a hub name)"
         ) from None
     if not tokenizer.is_fast:
-        raise DataError(f"--tokenizer {name} has no tokenizer.json, which is needed here")
+        raise DataError(f"--tokenizer {name} has no tokenizer.json; use a fast tokenizer")
     return tokenizer
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> CorpusTokenizer:
-    """A byte-level BPE, split into words as GPT-2's, trained on `texts`."""
+    """Train a byte-level BPE with GPT-2's pre-tokenization."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

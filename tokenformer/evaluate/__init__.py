@@ -1,1 +1,1 @@
-"""Evaluation: perplexity of any text, the standard benchmarks, the paper's figures beside them."""
+"""Evaluation: perplexity, the paper's zero-shot benchmarks through lm-eval, image accuracy."""

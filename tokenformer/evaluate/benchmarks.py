@@ -1,9 +1,9 @@
-"""The six benchmarks of the paper's zero-shot table: which task of lm-evaluation-harness each is,
-which metric is reported, and how its rows look in files.
+"""The six benchmarks of the paper's zero-shot table: their tasks in lm-evaluation-harness, the
+reported metrics and the formats of their rows.
 
-The paper calls every accuracy "acc". Most of its figures of other models are the Mamba paper's,
-which says that HellaSwag and ARC-Challenge are counted with each answer's log-likelihood divided by
-the answer's length (acc_norm), the others without (acc).
+The paper calls every accuracy "acc". Most of its figures of other models come from the Mamba paper,
+which divides each answer's log-likelihood by its length (acc_norm) for HellaSwag and ARC-Challenge,
+and not for the others (acc).
 """
 
 from collections.abc import Callable
@@ -19,21 +19,21 @@ VALIDATION_NAMES = ("val", "valid", "validation", "dev")
 class Benchmark:
     task: str
     title: str
-    """As in the paper's table."""
+    """The name in the paper's table."""
     metric: str
-    """The accuracy that the paper reports."""
+    """The accuracy metric that the paper reports."""
     chance: float
-    """Percent that a guess gets right."""
+    """Accuracy of random guessing, in percent."""
     definition: str
-    """lm-eval's own file, in its folder of tasks."""
+    """The file in lm-eval's folder of task definitions."""
     split: str
-    """The split it is scored on, by the name of the dataset on the hub."""
+    """The split that is scored, as the hub's dataset names it."""
     split_names: tuple[str, ...]
-    """What that split is called in file names."""
+    """Names of that split in file names."""
     read_row: Callable[[Row], Row]
-    """A row of a local file as the hub has it; KeyError or ValueError where it is not one."""
+    """Converts a row of a local file to the hub's format; raises KeyError or ValueError."""
     other_names: tuple[str, ...] = ()
-    """What a file of it may also be called after."""
+    """Other names of the task in file names."""
 
 
 def read_lambada(row: Row) -> Row:
@@ -43,17 +43,17 @@ def read_lambada(row: Row) -> Row:
 def read_hellaswag(row: Row) -> Row:
     texts = {name: text(row[name]) for name in ("activity_label", "ctx_a", "ctx_b")}
     endings = [text(ending) for ending in row["endings"]]
-    return {**texts, "endings": endings, "label": str(within(row["label"], len(endings)))}
+    return {**texts, "endings": endings, "label": str(index_below(row["label"], len(endings)))}
 
 
 def read_piqa(row: Row) -> Row:
     texts = {name: text(row[name]) for name in ("goal", "sol1", "sol2")}
-    return {**texts, "label": within(row["label"], 2)}
+    return {**texts, "label": index_below(row["label"], 2)}
 
 
 def read_arc(row: Row) -> Row:
-    """As published, {question: {stem, choices: [{text, label}]}, answerKey}; as on the hub,
-    {question, choices: {text, label}, answerKey}; or {question, choices: [text], gold}."""
+    """The original release has {question: {stem, choices: [{text, label}]}, answerKey}, the hub
+    {question, choices: {text, label}, answerKey}; {question, choices: [text], gold} works too."""
     question = row["question"]
     if isinstance(question, dict):
         texts = [choice["text"] for choice in question["choices"]]
@@ -63,10 +63,10 @@ def read_arc(row: Row) -> Row:
         texts, labels, answer = row["choices"]["text"], row["choices"]["label"], row["answerKey"]
     else:
         texts = row["choices"]
-        labels = [chr(ord("A") + place) for place in range(len(texts))]
-        answer = labels[within(row["gold"], len(labels))]
+        labels = [chr(ord("A") + index) for index in range(len(texts))]
+        answer = labels[index_below(row["gold"], len(labels))]
     if answer not in labels:
-        raise ValueError(f"the answer {answer} is not among {', '.join(labels)}")
+        raise ValueError(f"answer {answer} is not one of {', '.join(labels)}")
     choices = {"text": [text(choice) for choice in texts], "label": labels}
     return {"question": text(question), "choices": choices, "answerKey": answer}
 
@@ -74,20 +74,19 @@ def read_arc(row: Row) -> Row:
 def read_winogrande(row: Row) -> Row:
     texts = {name: text(row[name]) for name in ("sentence", "option1", "option2")}
     if "_" not in texts["sentence"]:
-        raise ValueError("the sentence has no _")
-    return {**texts, "answer": str(within(int(row["answer"]) - 1, 2) + 1)}
+        raise ValueError("the sentence has no _ to fill in")
+    return {**texts, "answer": str(index_below(int(row["answer"]) - 1, 2) + 1)}
 
 
 def text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not a text")
+        raise ValueError(f"{value!r} is not a string")
     return value
 
 
-def within(label: Any, count: int) -> int:
-    """An answer's number, from 0."""
+def index_below(label: Any, count: int) -> int:
     if int(label) not in range(count):
-        raise ValueError(f"the answer {label} is not among {count}")
+        raise ValueError(f"answer {label} is not one of 0 to {count - 1}")
     return int(label)
 
 
@@ -158,4 +157,4 @@ BENCHMARKS = {
         ),
     )
 }
-"""By task, in the order of the paper's columns."""
+"""Benchmarks by task name, in the order of the paper's columns."""

@@ -1,12 +1,13 @@
-"""How well a classifier names images: top-1, top-5, and what it takes for what.
+"""Accuracy of an image classifier: top-1, top-5, and the confusion matrix.
 
-Any Hugging Face image classifier serves, with its own image processor. Classes are matched by name;
-by number only where that is asked for.
+Works with any Hugging Face image classifier and its image processor. Classes are matched by name,
+or by index on request.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +17,18 @@ from tokenformer.data.images import ImageSet
 from tokenformer.errors import DataError
 from tokenformer.models.pixels import Pixels, convert_channels, to_pillow
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import BaseImageProcessor, PretrainedConfig, PreTrainedModel
+
 SINGLE_LABEL = "single_label_classification"
-FEW = 5
-"""How many guesses the second figure allows."""
-BATCH = 64
-WORST = 5
-MOST_NAMED = 5
-"""Classes that a message lists."""
+TOP_K = 5
+BATCH_SIZE = 64
+LISTED_MISTAKES = 5
+LISTED_CLASSES = 5
+"""Classes that an error message lists."""
+LABELLED_CLASSES = 30
+"""A confusion matrix with more classes is plotted without names and numbers."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +37,8 @@ class Classification:
     top_5: float
     loss: float
     """Mean cross-entropy in nats."""
-    confusion: npt.NDArray[
-        np.int64
-    ]  # [classes, classes]: of a class, how many were taken for which
+    confusion: npt.NDArray[np.int64]
+    """Image counts [true class, predicted class]."""
     classes: list[str]
 
     @property
@@ -42,11 +47,11 @@ class Classification:
 
     @property
     def worst(self) -> list[tuple[str, str, int]]:
-        """The most frequent mistakes: a class, what it was taken for, and how often."""
+        """The most frequent mistakes: true class, predicted class and count."""
         wrong = self.confusion.copy()
         np.fill_diagonal(wrong, 0)
-        places = np.argsort(-wrong, axis=None, kind="stable")[:WORST]
-        rows, columns = np.unravel_index(places, wrong.shape)
+        largest = np.argsort(-wrong, axis=None, kind="stable")[:LISTED_MISTAKES]
+        rows, columns = np.unravel_index(largest, wrong.shape)
         return [
             (self.classes[row], self.classes[column], int(wrong[row, column]))
             for row, column in zip(rows, columns, strict=True)
@@ -71,77 +76,79 @@ class Classification:
         ]
         if self.worst:
             mistakes = "; ".join(f"{a} as {b} ({count})" for a, b, count in self.worst)
-            lines.append(f"most mistaken     {mistakes}")
+            lines.append(f"most confused     {mistakes}")
         return "\n".join(lines)
 
 
 @torch.no_grad()
-def classify(
-    model: Any,
-    processor: Any,
-    pictures: ImageSet,
+def measure_accuracy(
+    model: "PreTrainedModel",
+    processor: "BaseImageProcessor",
+    images: ImageSet,
     *,
     batch_size: int | None = None,
     limit: int | None = None,
     labels_by_index: bool = False,
     on_images: Callable[[int], None] = lambda done: None,
 ) -> Classification:
-    """Measure `model` on the first `limit` of `pictures`, by default on all."""
+    """Measure accuracy on the first `limit` images, by default on all of them. `on_images` receives
+    how many are done."""
     if (kind := problem_type(model.config)) != SINGLE_LABEL:
-        raise DataError(
-            f"the model's problem_type is {kind}; accuracy is measured of {SINGLE_LABEL} only"
-        )
-    labels, names = class_numbers(model.config, pictures.classes, labels_by_index)
-    count = len(pictures) if limit is None else min(limit, len(pictures))
+        raise DataError(f"the model's problem_type is {kind}; accuracy needs {SINGLE_LABEL}")
+    labels, names = match_classes(model.config, images.classes, labels_by_index)
+    count = len(images) if limit is None else min(limit, len(images))
     confusion = np.zeros((len(names), len(names)), np.int64)
-    in_few, loss = 0, 0.0
-    size = batch_size or BATCH
+    top_k_hits, loss = 0, 0.0
+    size = batch_size or BATCH_SIZE
     for start in range(0, count, size):
-        found = [pictures.picture(place) for place in range(start, min(count, start + size))]
-        images = [as_input(pixels, processor) for pixels, _ in found]
-        inputs = processor(images=images, return_tensors="pt")["pixel_values"]
-        logits = model(pixel_values=inputs.to(model.device, model.dtype)).logits.float().cpu()
-        wanted = torch.tensor([labels[label] for _, label in found])  # [B]
-        guesses = logits.topk(min(FEW, logits.shape[1])).indices  # [B, 5]
-        in_few += int((guesses == wanted[:, None]).any(1).sum())
-        loss += torch.nn.functional.cross_entropy(logits, wanted, reduction="sum").item()
-        np.add.at(confusion, (wanted.numpy(), guesses[:, 0].numpy()), 1)
-        on_images(start + len(found))
+        batch = [images.picture(index) for index in range(start, min(count, start + size))]
+        inputs = [to_processor_input(pixels, processor) for pixels, _ in batch]
+        pixel_values = processor(images=inputs, return_tensors="pt")["pixel_values"]
+        pixel_values = pixel_values.to(model.device, model.dtype)
+        logits = model(pixel_values=pixel_values).logits.float().cpu()
+        targets = torch.tensor([labels[label] for _, label in batch])  # [B]
+        predictions = logits.topk(min(TOP_K, logits.shape[1])).indices  # [B, 5]
+        top_k_hits += int((predictions == targets[:, None]).any(1).sum())
+        loss += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+        np.add.at(confusion, (targets.numpy(), predictions[:, 0].numpy()), 1)
+        on_images(start + len(batch))
     return Classification(
         top_1=float(np.trace(confusion)) / count,
-        top_5=in_few / count,
+        top_5=top_k_hits / count,
         loss=loss / count,
         confusion=confusion,
         classes=names,
     )
 
 
-def problem_type(config: Any) -> str:
-    """What a classifier's outputs mean, by transformers' names. Where its configuration does not
-    say, one output is a regression, as in the losses of transformers."""
+def problem_type(config: "PretrainedConfig") -> str:
+    """Return transformers' `problem_type` of a classifier. If the configuration does not set it, a
+    single output is a regression, as in the losses of transformers."""
     if config.problem_type is not None:
         return str(config.problem_type)
     return "regression" if config.num_labels == 1 else SINGLE_LABEL
 
 
-def as_input(pixels: Pixels, processor: Any) -> Any:
-    """A Pillow image in colour, or grey where the processor's mean is of one channel: most of
-    transformers' processors norm grey images by three means, and fail."""
+def to_processor_input(pixels: Pixels, processor: "BaseImageProcessor") -> "Image":
+    """Return an RGB image, or a grayscale one if the processor's mean has one channel. Most image
+    processors of transformers fail on grayscale images because their mean has three channels."""
     mean = getattr(processor, "image_mean", None)
-    is_gray = isinstance(mean, list | tuple) and len(mean) == 1
-    return to_pillow(convert_channels(pixels, 1 if is_gray else 3))
+    grayscale = isinstance(mean, list | tuple) and len(mean) == 1
+    image: Image = to_pillow(convert_channels(pixels, 1 if grayscale else 3))
+    return image
 
 
-def class_numbers(
-    config: Any, classes: list[str], by_index: bool = False
+def match_classes(
+    config: "PretrainedConfig", classes: list[str], by_index: bool = False
 ) -> tuple[list[int], list[str]]:
-    """The model's number for every class of a set, and the name of each number."""
-    names = [str(config.id2label[number]) for number in range(config.num_labels)]
+    """Return the model's index of each class of an image set, and the names of the model's
+    classes."""
+    names = [str(config.id2label[index]) for index in range(config.num_labels)]
     if by_index:
         if len(classes) > len(names):
             raise DataError(
                 f"the images have {len(classes)} classes, the model only {len(names)}; "
-                "--labels_by_index needs as many"
+                "--labels_by_index needs at least as many"
             )
         return list(range(len(classes))), [*classes, *names[len(classes) :]]
     unknown = [name for name in classes if name not in set(names)]
@@ -150,10 +157,34 @@ def class_numbers(
     raise DataError(
         f"the model does not know {len(unknown)} of the {len(classes)} classes of the images: "
         f"{listed(unknown)}; its own are {listed(names)}; if both number their classes alike, "
-        "give --labels_by_index"
+        "use --labels_by_index"
     )
 
 
 def listed(names: list[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
+    more = f" and {len(names) - LISTED_CLASSES} more" if len(names) > LISTED_CLASSES else ""
+    return ", ".join(names[:LISTED_CLASSES]) + more
+
+
+def plot_confusion(result: Classification, path: Path, title: str) -> None:
+    """Save a plot of the confusion matrix, as fractions of each true class."""
+    from matplotlib.figure import Figure
+
+    totals = result.confusion.sum(1, keepdims=True)
+    fractions = result.confusion / np.maximum(totals, 1)  # rows sum to 1, or 0 without images
+    labelled = len(result.classes) <= LABELLED_CLASSES
+    side = 2 + 0.55 * len(result.classes) if labelled else 8
+    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    axes = figure.add_subplot()
+    image = axes.imshow(fractions, cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(image, label="fraction of the class", shrink=0.8)
+    if labelled:
+        ticks = range(len(result.classes))
+        axes.set_xticks(ticks, result.classes, rotation=45, ha="right")
+        axes.set_yticks(ticks, result.classes)
+        for row, column in zip(*np.nonzero(fractions >= 0.005), strict=True):
+            dark = fractions[row, column] > 0.5
+            axes.text(column, row, f"{fractions[row, column]:.0%}", ha="center", va="center",
+                      fontsize=7, color="white" if dark else "black")  # fmt: skip
+    axes.set(xlabel="predicted", ylabel="true", title=f"{title}: {result.top_1:.1%} correct")
+    figure.savefig(path, dpi=150)

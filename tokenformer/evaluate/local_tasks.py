@@ -1,8 +1,8 @@
-"""Benchmarks from a folder of local files, for lm-evaluation-harness to read in the hub's place.
+"""Benchmarks from local files, which lm-evaluation-harness reads instead of the hub.
 
-A task's file is TASK_SPLIT.jsonl, TASK.jsonl or TASK/SPLIT.jsonl, in any case and with - for _:
-hellaswag_val.jsonl, ARC-Easy-Test.jsonl, piqa/valid.jsonl with piqa/valid-labels.lst beside it.
-Rows may be as published or as on the hub.
+A task's file is TASK_SPLIT.jsonl, TASK.jsonl or TASK/SPLIT.jsonl, in upper or lower case and with
+- or _: hellaswag_val.jsonl, ARC-Easy-Test.jsonl, piqa/valid.jsonl (with piqa/valid-labels.lst).
+Rows have the format of the original release or of the hub.
 """
 
 import json
@@ -16,13 +16,13 @@ from tokenformer.evaluate.benchmarks import BENCHMARKS, Benchmark, Row
 
 
 def write_local_task(task: str, data: Path, definitions: Path, out: Path) -> Path:
-    """A definition that is lm-eval's own but for where the rows come from; returns its file.
+    """Write lm-eval's definition of a task with local rows to `out`; return its file.
 
-    `definitions` is lm-eval's folder of tasks; rows and definition are written to `out`.
+    `definitions` is lm-eval's folder of task definitions.
     """
     if task not in BENCHMARKS:
-        known = ", ".join(BENCHMARKS)
-        raise DataError(f"{task} cannot be read from local files, only {known}")
+        names = ", ".join(BENCHMARKS)
+        raise DataError(f"{task} cannot be read from local files, only {names}")
     benchmark = BENCHMARKS[task]
     source, rows = find_file(benchmark, data), out / f"{task}.jsonl"
     with rows.open("w", encoding="utf-8") as file:
@@ -36,9 +36,9 @@ def write_local_task(task: str, data: Path, definitions: Path, out: Path) -> Pat
         "dataset_kwargs": {
             "data_files": {benchmark.split: str(rows)},
             "cache_dir": str(out / "cache"),
-            "keep_in_memory": True,  # the files are gone when the task is loaded
+            "keep_in_memory": True,  # the files are deleted once the task is loaded
         },
-        # Splits that no file was given for.
+        # No other split has a file.
         **{f"{split}_split": None for split in ("training", "validation", "test")},
         f"{benchmark.split}_split": benchmark.split,
     }
@@ -48,48 +48,50 @@ def write_local_task(task: str, data: Path, definitions: Path, out: Path) -> Pat
 
 
 def find_file(benchmark: Benchmark, data: Path) -> Path:
-    """The file of a benchmark's rows, by the rule above."""
+    """Find the file of a benchmark in a folder, by the naming scheme above."""
     stems = (benchmark.task, *benchmark.other_names)
     names = [f"{stem}_{split}" for stem in stems for split in benchmark.split_names]
-    there: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for path in sorted(data.glob("*/*.jsonl")):
-        there[plain(f"{path.parent.name}_{path.stem}")] = path
-        there[plain(path.stem)] = path
-    for path in sorted(data.glob("*.jsonl")):  # these go before files further down
-        there[plain(path.stem)] = path
+        files[normalized(f"{path.parent.name}_{path.stem}")] = path
+        files[normalized(path.stem)] = path
+    for path in sorted(data.glob("*.jsonl")):  # these take precedence over files in subfolders
+        files[normalized(path.stem)] = path
     for name in [*names, *stems]:
-        if name in there:
-            return there[name]
-    looked_for = ", ".join(f"{name}.jsonl" for name in [*names, *stems])
-    raise DataError(f"{data} has no file for {benchmark.task}: looked for {looked_for}")
+        if name in files:
+            return files[name]
+    tried = ", ".join(f"{name}.jsonl" for name in [*names, *stems])
+    raise DataError(f"{data} has no file for {benchmark.task}: looked for {tried}")
 
 
-def plain(name: str) -> str:
+def normalized(name: str) -> str:
     return name.lower().replace("-", "_")
 
 
 def read_rows(benchmark: Benchmark, path: Path) -> Iterator[Row]:
-    """Its rows as on the hub; labels in a file of their own, one on a line, join them."""
-    labels = path.with_name(f"{path.stem}-labels.lst")
+    """Yield rows in the hub's format, with the labels of a separate file if there is one."""
+    labels_file = path.with_name(f"{path.stem}-labels.lst")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-        apart = labels.read_text(encoding="utf-8").split() if labels.exists() else None
+        labels = labels_file.read_text(encoding="utf-8").split() if labels_file.exists() else None
     except OSError as error:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise DataError(f"{path} is not UTF-8 text") from None
     if not lines:
         raise DataError(f"{path} is empty")
-    if apart is not None and len(apart) != len(lines):
-        raise DataError(f"{labels} has {len(apart)} labels for the {len(lines)} rows of {path}")
-    for place, line in enumerate(lines):
-        beside = {} if apart is None else {"label": apart[place], "answer": apart[place]}
+    if labels is not None and len(labels) != len(lines):
+        raise DataError(
+            f"{labels_file} has {len(labels)} labels for the {len(lines)} rows of {path}"
+        )
+    for index, line in enumerate(lines):
+        label = {} if labels is None else {"label": labels[index], "answer": labels[index]}
         try:
-            yield benchmark.read_row({**beside, **json.loads(line)})
+            yield benchmark.read_row({**label, **json.loads(line)})
         except KeyError as error:
-            raise DataError(f"{path}, line {place + 1}: it has no {error}") from None
+            raise DataError(f"{path}, line {index + 1} has no field {error}") from None
         except (ValueError, TypeError, AttributeError) as error:
-            what = " ".join(str(error).split())
+            reason = " ".join(str(error).split())
             raise DataError(
-                f"{path}, line {place + 1} is no row of {benchmark.task}: {what}"
+                f"{path}, line {index + 1} is not a row of {benchmark.task}: {reason}"
             ) from None

@@ -1,9 +1,9 @@
-"""The paper's zero-shot table, to compare with.
+"""The paper's zero-shot table.
 
-Where its short table and its long one disagree, on Pythia-160M's WinoGrande (51.3 and 51.9), the
-long one is followed. That holds Hybrid H3-1.3B twice, the second time with two figures that are not
-its own; this row is left out. Averages are taken anew from the six accuracies: the printed ones are
-off for Pythia-160M (40.1 and 40.6), Mamba-370M (50.0) and GPT-Neo-2.7B (56.5).
+The paper has a short and a long table. They disagree on Pythia-160M's WinoGrande (51.3 and 51.9);
+we use the long one. It lists Hybrid H3-1.3B twice; we omit the second row, in which two figures
+differ. Averages are recomputed from the six accuracies: the printed ones are wrong for Pythia-160M
+(40.1 and 40.6), Mamba-370M (50.0) and GPT-Neo-2.7B (56.5).
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any
 from tokenformer.evaluate.benchmarks import BENCHMARKS, PERPLEXITY
 
 SIZES = (150e6, 450e6, 900e6, 1.5e9, 2.7e9)
-"""Models are compared with those nearest to the same of these."""
+"""A model is compared with the paper's models that are closest to the same one of these sizes."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class PaperModel:
         return sum(self.accuracies) / len(self.accuracies)
 
     def score(self, task: str, metric: str) -> float | None:
-        """What the paper reports of a task by a metric, if it does."""
+        """Return the paper's figure for a metric of a task, or None."""
         if task not in BENCHMARKS:
             return None
         if metric == PERPLEXITY:
@@ -83,6 +83,6 @@ def nearest_size(parameters: float) -> float:
 
 
 def models_near(parameters: float) -> list[PaperModel]:
-    """The paper's models of about this many parameters."""
+    """Return the paper's models of about this size."""
     size = nearest_size(parameters)
     return [model for model in ZERO_SHOT if nearest_size(model.parameters) == size]

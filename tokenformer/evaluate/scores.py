@@ -1,4 +1,4 @@
-"""What a model scored, printed as the paper's zero-shot table: its figures stand beside."""
+"""Scores of a model, printed as the paper's zero-shot table beside the paper's models."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -8,7 +8,8 @@ from tokenformer.evaluate.benchmarks import BENCHMARKS, PERPLEXITY
 from tokenformer.evaluate.paper_tables import PaperModel, models_near
 
 MISSING = "-"
-TOO_LONG = 1e5
+LARGEST_IN_FULL = 1e5
+"""Larger perplexities are printed in scientific notation."""
 
 
 @dataclass(frozen=True)
@@ -16,10 +17,10 @@ class Score:
     task: str
     metric: str
     value: float
-    """Accuracies in percent."""
+    """Accuracies are in percent."""
     stderr: float | None
     items: int | None
-    """None of a group of tasks."""
+    """None for a group of tasks."""
 
     @property
     def title(self) -> str:
@@ -29,30 +30,30 @@ class Score:
 
     @property
     def in_table(self) -> bool:
-        """Of the benchmarks, what the paper reports; of other tasks everything."""
+        """Whether the paper reports this metric; always True for other tasks."""
         if self.task not in BENCHMARKS:
             return True
         return self.metric in (PERPLEXITY, BENCHMARKS[self.task].metric)
 
     def asdict(self) -> dict[str, Any]:
-        """As JSON holds it, which has no infinity and no NaN: None stands for them."""
+        """Return the fields for JSON, with None for infinity and NaN."""
         return {
-            name: None if isinstance(fact, float) and not math.isfinite(fact) else fact
-            for name, fact in asdict(self).items()
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(self).items()
         }
 
 
 @dataclass(frozen=True)
 class Scores:
     parameters: int
-    """Of the model, by which the paper's models to compare with are chosen."""
+    """Parameters of the model; selects the paper's models of similar size."""
     scores: list[Score]
-    too_long: int = 0
-    """Requests that were longer than the model reads."""
+    truncated: int = 0
+    """Requests longer than the model's context."""
 
     @property
     def average(self) -> Score | None:
-        """As the paper's: of the six accuracies, where all were measured."""
+        """The mean of the paper's six accuracies, or None unless all were measured."""
         six = [s for s in self.scores if s.task in BENCHMARKS and s.metric != PERPLEXITY]
         six = [score for score in six if score.in_table]
         if len(six) < len(BENCHMARKS):
@@ -68,7 +69,7 @@ class Scores:
             "parameters": self.parameters,
             "scores": [score.asdict() for score in self.scores],
             "average": None if average is None else average.asdict(),
-            "too_long": self.too_long,
+            "too_long": self.truncated,
             "paper": [model.asdict() for model in models_near(self.parameters)],
         }
 
@@ -77,48 +78,47 @@ class Scores:
         rows = [
             ["", "", "this", "", *(model.name for model in models)],
             ["", "items", "model", "chance", *(model.size for model in models)],
-            *(cells(score, models) for score in self.scores if score.in_table),
+            *(table_row(score, models) for score in self.scores if score.in_table),
         ]
         if self.average is not None:
             chance = sum(b.chance for b in BENCHMARKS.values()) / len(BENCHMARKS)
             figures = [chance, *(model.average for model in models)]
-            rows.append(["Average", "", measured(self.average), *(f"{f:.1f}" for f in figures)])
+            rows.append(["Average", "", with_error(self.average), *(f"{f:.1f}" for f in figures)])
         lines = aligned(rows)
-        if self.too_long:
+        if self.truncated:
             lines.append(
-                f"{self.too_long:,} requests were longer than the model reads: contexts lost their "
+                f"{self.truncated:,} requests were longer than the model's context and lost their "
                 "beginning."
             )
         return "\n".join(lines)
 
 
-def cells(score: Score, models: list[PaperModel]) -> list[str]:
-    """A row of the table."""
+def table_row(score: Score, models: list[PaperModel]) -> list[str]:
     is_accuracy = score.task in BENCHMARKS and score.metric != PERPLEXITY
     figures = [model.score(score.task, score.metric) for model in models]
     return [
         score.title,
         MISSING if score.items is None else f"{score.items:,}",
-        measured(score),
+        with_error(score),
         f"{BENCHMARKS[score.task].chance:.1f}" if is_accuracy else MISSING,
-        *(MISSING if f is None else printed(f, score.metric) for f in figures),
+        *(MISSING if f is None else rounded(f, score.metric) for f in figures),
     ]
 
 
-def measured(score: Score) -> str:
-    error = "" if score.stderr is None else f" ± {printed(score.stderr, score.metric)}"
-    return printed(score.value, score.metric) + error
+def with_error(score: Score) -> str:
+    error = "" if score.stderr is None else f" ± {rounded(score.stderr, score.metric)}"
+    return rounded(score.value, score.metric) + error
 
 
-def printed(value: float, metric: str) -> str:
-    """As the paper does, but for perplexities that nobody prints in full."""
+def rounded(value: float, metric: str) -> str:
+    """Format a value with the paper's number of digits."""
     if metric == PERPLEXITY:
-        return f"{value:,.2f}" if value < TOO_LONG else f"{value:.1e}"
+        return f"{value:,.2f}" if value < LARGEST_IN_FULL else f"{value:.1e}"
     return f"{value:.1f}" if metric.startswith("acc") else f"{value:.4g}"
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
-    """Columns two spaces apart, the first to the left and figures to the right."""
+    """Align columns two spaces apart, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

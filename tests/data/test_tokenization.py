@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tokenformer.data.encoding import Chunk, TokenizerEncoder, encoded
+from tokenformer.data.tokenization import Chunk, TokenizerEncoder, encode_chunks
 from tokenformer.data.tokenizer import load_tokenizer
 
 
@@ -18,13 +18,13 @@ def test_chunks_come_in_order_and_few_are_under_way(tmp_path):
         nonlocal read
         for number in range(100):
             read += 1
-            chunk = Chunk(read=number)
+            chunk = Chunk(bytes_read=number)
             chunk.add(b"%d" % number * 50, True, "train" if number % 2 else "test")
             chunk.add(b"x", False, "train")
             yield chunk
 
-    for number, (chunk, ids) in enumerate(encoded(chunks(), encoder, workers=2)):
-        assert chunk.read == number
+    for number, (chunk, ids) in enumerate(encode_chunks(chunks(), encoder, workers=2)):
+        assert chunk.bytes_read == number
         text = [*(b"%d" % number * 50), 256]
         if number % 2:
             assert ids["train"].tolist() == [*text, ord("x")]

@@ -1,12 +1,12 @@
-"""A text is measured in the ids of the model that reads it."""
+"""Texts for perplexity must have the token ids of the model."""
 
 import pytest
 
 from tokenformer.cli import main
 from tokenformer.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
-from tokenformer.data.model_corpus import open_corpus
+from tokenformer.data.corpus import open_corpus
 from tokenformer.errors import DataError
-from tokenformer.evaluate.evaluation_text import read_text
+from tokenformer.evaluate.tokenized_text import load_text
 
 
 @pytest.fixture
@@ -20,10 +20,10 @@ def corpus(tmp_path):
 
 
 def test_a_corpus_of_another_tokenizer_is_refused(corpus):
-    with pytest.raises(DataError, match="corpus has other ids than the model's tokenizer"):
-        read_text(corpus, None, None, byte_tokenizer(), VOCAB_SIZE)
+    with pytest.raises(DataError, match="corpus has other token ids than the model's tokenizer"):
+        load_text(corpus, None, None, byte_tokenizer(), VOCAB_SIZE)
     with pytest.raises(DataError, match="has a vocabulary of 257, the model one of 256"):
-        read_text(corpus, None, None, byte_tokenizer(), VOCAB_SIZE - 1)
+        load_text(corpus, None, None, byte_tokenizer(), VOCAB_SIZE - 1)
     assert open_corpus(corpus, None, VOCAB_SIZE).splits  # nothing to compare with
 
 
@@ -32,5 +32,5 @@ def test_a_tokenizer_that_has_learned_new_tokens_still_fits(corpus):
 
     tokenizer = AutoTokenizer.from_pretrained(corpus / "tokenizer")
     tokenizer.add_tokens(["<user>"])
-    text, split = read_text(corpus, None, None, tokenizer, VOCAB_SIZE + 1)
+    text, split = load_text(corpus, None, None, tokenizer, VOCAB_SIZE + 1)
     assert (split, text.bytes % len("some words to measure on\n")) == ("validation", 0)

@@ -14,8 +14,8 @@ import pytest
 import zstandard
 
 from tokenformer.data.corpus import Corpus
-from tokenformer.data.preparation import Request, prepare
-from tokenformer.data.reading import Reading, as_utf8
+from tokenformer.data.preparation import PrepareOptions, prepare
+from tokenformer.data.text_encoding import ReadOptions, as_utf8
 from tokenformer.errors import DataError
 
 TEXT = "naïve café 日本語 🙂\n" * 50
@@ -29,7 +29,9 @@ PACKINGS = {
 
 def text_of(corpus, out, tokenizer="bytes", **reading) -> str:
     """What a corpus of one text is prepared to, in UTF-8."""
-    request = Request(str(corpus), tokenizer, validation=0, reading=Reading(**reading))
+    request = PrepareOptions(
+        str(corpus), tokenizer, validation=0, read_options=ReadOptions(**reading)
+    )
     prepare(request, out)
     return bytes(Corpus(out).split("train")[:-1].tolist()).decode()
 
@@ -56,7 +58,7 @@ def test_a_byte_order_mark_says_the_encoding(tmp_path, encoding, mark, packing):
 def test_a_division_by_place_is_of_the_text_and_not_of_the_file(tmp_path):
     for name, content in (("8", TEXT.encode()), ("16", TEXT.encode("utf-16"))):
         (tmp_path / f"{name}.txt").write_bytes(content)
-        prepare(Request(str(tmp_path / f"{name}.txt"), validation=0.2), tmp_path / name)
+        prepare(PrepareOptions(str(tmp_path / f"{name}.txt"), validation=0.2), tmp_path / name)
     assert Corpus(tmp_path / "8").index["splits"] == Corpus(tmp_path / "16").index["splits"]
 
 
@@ -90,10 +92,14 @@ def test_what_is_not_text_can_be_replaced_or_kept(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(content)
     assert text_of(path, tmp_path / "replaced", errors="replace") == "caf\ufffd \ufffd 日\n"
-    prepare(Request(str(path), validation=0, reading=Reading("raw")), tmp_path / "raw")
+    prepare(
+        PrepareOptions(str(path), validation=0, read_options=ReadOptions("raw")), tmp_path / "raw"
+    )
     assert bytes(Corpus(tmp_path / "raw").split("train")[:-1].tolist()) == content
     with pytest.raises(DataError, match="--encoding raw needs --tokenizer bytes, not bpe"):
-        prepare(Request(str(path), "bpe", 300, reading=Reading("raw")), tmp_path / "bpe")
+        prepare(
+            PrepareOptions(str(path), "bpe", 300, read_options=ReadOptions("raw")), tmp_path / "bpe"
+        )
 
 
 def test_a_run_that_met_a_wrong_byte_continues_with_replacement(tmp_path, monkeypatch):
@@ -108,13 +114,13 @@ def test_a_run_that_met_a_wrong_byte_continues_with_replacement(tmp_path, monkey
 
 
 def test_in_a_folder_utf16_is_text_and_a_picture_is_not(tmp_path):
-    folder, notes = tmp_path / "texts", []
+    folder, messages = tmp_path / "texts", []
     folder.mkdir()
     (folder / "a.txt").write_bytes(TEXT.encode("utf-16"))
     (folder / "b.png").write_bytes(b"\x89PNG\0\0\0")
-    prepare(Request(str(folder), validation=0), tmp_path / "out", on_note=notes.append)
+    prepare(PrepareOptions(str(folder), validation=0), tmp_path / "out", on_message=messages.append)
     assert bytes(Corpus(tmp_path / "out").split("train")[:-1].tolist()).decode() == TEXT
-    assert notes == ["left out, since not text: b.png (1)"]
+    assert messages == ["skipped 1 binary files: b.png"]
 
 
 @pytest.mark.parametrize("encoding", ["klingon", "rot13", "base64", ""])
@@ -152,7 +158,10 @@ def test_a_decompression_bomb_is_refused_unless_allowed(tmp_path, kind):
     with pytest.raises(DataError, match=r"unpacks to more than 100 times .*--max_ratio 1000, or"):
         text_of(tmp_path / name, tmp_path / "out")
     assert not (tmp_path / "out").exists(), "nothing is written before it is noticed"
-    prepare(Request(str(tmp_path / name), reading=Reading(max_ratio=0)), tmp_path / "out")
+    prepare(
+        PrepareOptions(str(tmp_path / name), read_options=ReadOptions(max_ratio=0)),
+        tmp_path / "out",
+    )
     assert Corpus(tmp_path / "out").split("train").bytes > 16_000_000
 
 
@@ -209,7 +218,7 @@ def test_a_row_that_is_too_long_is_refused_by_its_number(tmp_path):
     for name, place in (("a.jsonl", "line 2"), ("a.parquet", "row 1")):
         with pytest.raises(DataError, match=f"{name}, {place} is longer than 200 bytes"):
             text_of(tmp_path / name, tmp_path / f"short-{name}", max_row_bytes=200)
-        prepare(Request(str(tmp_path / name)), tmp_path / f"{name}-out")
+        prepare(PrepareOptions(str(tmp_path / name)), tmp_path / f"{name}-out")
 
 
 def test_a_line_without_end_is_not_held_in_memory():
@@ -226,6 +235,6 @@ def test_a_line_without_end_is_not_held_in_memory():
             return b"a" * size
 
     endless = Endless()
-    stream = as_utf8(endless, "endless", Reading())
+    stream = as_utf8(endless, "endless", ReadOptions())
     assert len(stream.readline(100_001)) == 100_001
     assert endless.given < 1_000_000

@@ -1,31 +1,38 @@
-"""A text to measure perplexity on, read from prepared shards or from a file."""
+"""A tokenized text to measure perplexity on, from a prepared corpus or a text file."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tokenformer.data.model_corpus import open_corpus
-from tokenformer.data.token_ids import TokenSequence
+from tokenformer.data.corpus import TokenSequence, open_corpus
 from tokenformer.errors import DataError
 
-DECODED_AT_ONCE = 1 << 20
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DECODE_TOKENS = 1 << 20
+"""Tokens decoded at once to count words."""
 
 
 @dataclass(frozen=True)
-class Text:
-    """A text as ids, and what its perplexity is counted in."""
+class TokenizedText:
+    """Token ids of a text, with the bytes and words that perplexity is normalized by."""
 
     tokens: TokenSequence
     bytes: int
     words: int
 
 
-def read_text(
-    path: Path, split: str | None, limit: int | None, tokenizer: Any, vocab_size: int
-) -> tuple[Text, str | None]:
-    """The first `limit` ids of a prepared split or of a text file, and the split's name."""
+def load_text(
+    path: Path,
+    split: str | None,
+    limit: int | None,
+    tokenizer: "PreTrainedTokenizerBase",
+    vocab_size: int,
+) -> tuple[TokenizedText, str | None]:
+    """Return the first `limit` tokens of a prepared split or of a text file, and the split."""
     if not path.is_dir():
         if split is not None:
             raise DataError(f"--split {split} is for a prepared corpus; {path} is a file")
@@ -37,10 +44,10 @@ def read_text(
     size = whole.bytes
     if len(tokens) < len(whole):
         size = len(tokenizer.decode(tokens.tolist(), skip_special_tokens=True).encode())
-    return Text(tokens, size, count_words(tokens, tokenizer)), split
+    return TokenizedText(tokens, size, count_words(tokens, tokenizer)), split
 
 
-def read_file(path: Path, limit: int | None, tokenizer: Any) -> Text:
+def read_file(path: Path, limit: int | None, tokenizer: "PreTrainedTokenizerBase") -> TokenizedText:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -53,14 +60,14 @@ def read_file(path: Path, limit: int | None, tokenizer: Any) -> Text:
     if limit is not None and limit < len(ids):
         ids = ids[:limit]
         text = tokenizer.decode(ids)
-    return Text(np.array(ids), len(text.encode()), len(text.split()))
+    return TokenizedText(np.array(ids), len(text.encode()), len(text.split()))
 
 
-def count_words(tokens: TokenSequence, tokenizer: Any) -> int:
-    """Words between white space, of text that is decoded a part at a time."""
+def count_words(tokens: TokenSequence, tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Count white-space-separated words, decoding a part of the text at a time."""
     words, inside = 0, False
-    for place in range(0, len(tokens), DECODED_AT_ONCE):
-        ids = tokens[place : place + DECODED_AT_ONCE].tolist()
+    for start in range(0, len(tokens), DECODE_TOKENS):
+        ids = tokens[start : start + DECODE_TOKENS].tolist()
         text = tokenizer.decode(ids, skip_special_tokens=True)
         if text:
             words += len(text.split()) - (inside and not text[0].isspace())

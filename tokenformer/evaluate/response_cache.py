@@ -1,10 +1,10 @@
-"""Answers of a model that outlive a crash.
+"""A cache of model responses on disk, so that an interrupted evaluation resumes.
 
-Each batch of requests is one line of a file that only grows: the batch's key, then for each request
-its log-likelihood and whether greedy decoding would have said it. The file is named after
-everything an answer depends on beside the requests themselves, which are in the keys, so an answer
-that another model, precision or version gave is never found. Batches depend on the requests alone,
-so a run that goes on gives the same numbers as one that was never broken, to the last bit.
+Each batch of requests is one line of an append-only file: the batch's key, then for each request
+its log-likelihood and whether greedy decoding produces it. The file name is a fingerprint of
+everything a response depends on except the requests, so responses of another model, precision or
+version are never reused. Batches depend only on the requests, so a resumed evaluation equals an
+uninterrupted one bit for bit.
 """
 
 import hashlib
@@ -14,43 +14,47 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import tokenformer
 from tokenformer.files import cache_folder
 
-Answer = tuple[float, bool]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Response = tuple[float, bool]
+"""Log-likelihood, and whether greedy decoding gives the continuation."""
 PACKAGES = ("torch", "transformers", "tokenizers", "lm-eval")
 
 
-class Answers:
-    """What was answered so far, by batch; kept in `path` until `finish`."""
+class ResponseCache:
+    """Responses by batch key, saved in `path` until `delete`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.known = read_whole_lines(path)
+        self.batches = read_complete_lines(path)
         self.file = path.open("a", encoding="utf-8")
 
-    def get(self, key: str) -> list[Answer] | None:
-        return self.known.get(key)
+    def get(self, key: str) -> list[Response] | None:
+        return self.batches.get(key)
 
-    def add(self, key: str, answers: Sequence[Answer]) -> None:
-        self.known[key] = list(answers)
-        self.file.write(json.dumps([key, answers]) + "\n")
+    def add(self, key: str, responses: Sequence[Response]) -> None:
+        self.batches[key] = list(responses)
+        self.file.write(json.dumps([key, responses]) + "\n")
         self.file.flush()
 
-    def finish(self) -> None:
-        """All is answered; nothing is kept."""
+    def delete(self) -> None:
+        """Delete the file once the evaluation is finished."""
         self.file.close()
         self.path.unlink(missing_ok=True)
 
 
-def read_whole_lines(path: Path) -> dict[str, list[Answer]]:
-    """The batches in a file. A last line that was cut short is cut off, one that another process or
-    a crash of the machine has spoiled is passed over."""
+def read_complete_lines(path: Path) -> dict[str, list[Response]]:
+    """Read the batches of a file. Truncate an incomplete last line, and skip lines that a crash or
+    another process has damaged."""
     if not path.exists():
         return {}
     content = path.read_bytes()
@@ -60,19 +64,19 @@ def read_whole_lines(path: Path) -> dict[str, list[Answer]]:
     batches = {}
     for line in content[:end].splitlines():
         with suppress(ValueError):
-            key, answers = json.loads(line)
-            batches[key] = [(logprob, greedy) for logprob, greedy in answers]
+            key, responses = json.loads(line)
+            batches[key] = [(logprob, greedy) for logprob, greedy in responses]
     return batches
 
 
 def batch_key(requests: Sequence[Any]) -> str:
-    """Of requests as JSON can hold them."""
+    """Hash a batch of requests, which must be JSON-serializable."""
     return hashlib.blake2b(json.dumps(requests).encode(), digest_size=16).hexdigest()
 
 
-def fingerprint(model: Any, **settings: Any) -> str:
-    """Of all that a model's answers depend on: its tensors, its configuration, where it runs, the
-    code that runs it, and `settings`."""
+def fingerprint(model: "PreTrainedModel", **settings: Any) -> str:
+    """Hash everything a model's responses depend on: tensors, configuration, device, threads, the
+    code of this package, library versions and `settings`."""
     digest = hashlib.blake2b(digest_size=16)
     config = {n: v for n, v in model.config.to_dict().items() if not n.startswith("_")}
     facts = {
@@ -94,6 +98,5 @@ def fingerprint(model: Any, **settings: Any) -> str:
     return digest.hexdigest()
 
 
-def answers_folder() -> Path:
-    """Where answers are kept for an interrupted evaluation to resume."""
+def response_cache_folder() -> Path:
     return cache_folder() / "evaluate"

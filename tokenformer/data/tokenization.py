@@ -1,7 +1,7 @@
-"""Text to token ids, in this process (bytes) or in several (a tokenizer).
+"""Text to token ids: bytes in this process, a tokenizer in several.
 
-`encoded` takes chunks of pieces and gives their ids in the same order, whatever the number of
-processes. Only so many chunks are under way at a time, so memory stays bounded.
+`encode_chunks` returns ids in the order of the chunks, whatever the number of processes. The number
+of chunks in flight is limited, so memory stays bounded.
 """
 
 import os
@@ -12,14 +12,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from tokenformer.data.byte_tokenizer import END_OF_TEXT
-from tokenformer.data.documents import BEFORE_ALL, Position
-from tokenformer.data.token_ids import TokenIds
+from tokenformer.data.corpus import TokenIds
+from tokenformer.data.documents import START, Position
 from tokenformer.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 class Encoder(Protocol):
@@ -27,19 +30,19 @@ class Encoder(Protocol):
     def dtype(self) -> np.dtype[Any]: ...
 
     def __call__(self, texts: list[bytes], ends: list[bool]) -> list[TokenIds]:
-        """The ids of each text; those that end their document get the end-of-text token."""
+        """Return the ids of each text, with the end-of-text token where a document ends."""
 
 
 @dataclass
 class Chunk:
-    """Consecutive pieces, and where the corpus stands after them."""
+    """Consecutive blocks of text, and the position in the corpus after them."""
 
-    position: Position = BEFORE_ALL
-    read: int = 0
+    position: Position = START
+    bytes_read: int = 0
     """Bytes of the corpus's files read so far."""
     texts: list[bytes] = field(default_factory=list)
     ends: list[bool] = field(default_factory=list)
-    """Which of the texts end their document."""
+    """Whether each text ends its document."""
     splits: list[str] = field(default_factory=list)
     size: int = 0
 
@@ -69,8 +72,7 @@ class ByteEncoder:
 
 @dataclass(frozen=True)
 class TokenizerEncoder:
-    """The ids of a tokenizer.json, and nothing but what the text says: a text that spells a special
-    token is still text."""
+    """The ids of a tokenizer.json. Text that spells a special token is encoded as ordinary text."""
 
     file: Path
     end_of_text: int
@@ -78,8 +80,8 @@ class TokenizerEncoder:
 
     def __call__(self, texts: list[bytes], ends: list[bool]) -> list[TokenIds]:
         decoded = [text.decode("utf-8", errors="replace") for text in texts]
-        # The fast variant leaves out the offsets of tokens in the text, which nobody reads here.
-        encodings = loaded(self.file).encode_batch_fast(decoded, add_special_tokens=False)
+        # The fast variant does not compute offsets, which are not needed here.
+        encodings = load_backend(self.file).encode_batch_fast(decoded, add_special_tokens=False)
         rows = []
         for encoding, end in zip(encodings, ends, strict=True):
             ids = encoding.ids
@@ -90,7 +92,7 @@ class TokenizerEncoder:
 
 
 @cache
-def loaded(file: Path) -> Any:
+def load_backend(file: Path) -> "Tokenizer":
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(file))
@@ -100,40 +102,40 @@ def loaded(file: Path) -> Any:
     return tokenizer
 
 
-def encoded(
+def encode_chunks(
     chunks: Iterable[Chunk], encoder: Encoder, workers: int
 ) -> Iterator[tuple[Chunk, dict[str, TokenIds]]]:
-    """The chunks in their order, each with the ids of its splits."""
-    # Handing bytes to another process costs more than making them ids.
+    """Yield the chunks in order, each with its ids by split."""
+    # Sending bytes to another process costs more than converting them to ids.
     if isinstance(encoder, ByteEncoder):
         for chunk in chunks:
-            yield chunk, encode(encoder, chunk)
+            yield chunk, encode_chunk(encoder, chunk)
         return
     from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
     from multiprocessing import get_context
 
-    # To fork a process that has threads is not safe, so workers are spawned.
+    # Forking a process with threads is not safe, so workers are spawned.
     pool = ProcessPoolExecutor(workers, get_context("spawn"), start_worker)
-    under_way: deque[tuple[Chunk, Future[dict[str, TokenIds]]]] = deque()
+    in_flight: deque[tuple[Chunk, Future[dict[str, TokenIds]]]] = deque()
     try:
         for chunk in chunks:
-            under_way.append((chunk, pool.submit(encode, encoder, chunk)))
-            if len(under_way) > 2 * workers:
-                done, future = under_way.popleft()
+            in_flight.append((chunk, pool.submit(encode_chunk, encoder, chunk)))
+            if len(in_flight) > 2 * workers:
+                done, future = in_flight.popleft()
                 yield done, future.result()
-        while under_way:
-            done, future = under_way.popleft()
+        while in_flight:
+            done, future = in_flight.popleft()
             yield done, future.result()
     except BrokenExecutor:
         raise DataError(
-            f"one of {workers} encoding processes was killed, perhaps since memory ran out; run "
-            "the same command again to continue, with fewer --workers"
+            f"one of {workers} encoding processes was killed, perhaps because memory ran out; run "
+            "the same command again with fewer --workers to resume"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def encode(encoder: Encoder, chunk: Chunk) -> dict[str, TokenIds]:
+def encode_chunk(encoder: Encoder, chunk: Chunk) -> dict[str, TokenIds]:
     rows: dict[str, list[TokenIds]] = {}
     for split, ids in zip(chunk.splits, encoder(chunk.texts, chunk.ends), strict=True):
         rows.setdefault(split, []).append(ids)
@@ -144,7 +146,7 @@ def encode(encoder: Encoder, chunk: Chunk) -> dict[str, TokenIds]:
 
 
 def start_worker() -> None:
-    """One thread to a worker; interrupts are its parent's, and it does not outlive a killed one."""
+    """Run one thread per worker, leave Ctrl-C to the parent, and exit if the parent is killed."""
     from multiprocessing import connection, parent_process
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
