@@ -148,7 +148,7 @@ def test_a_misspelled_key_of_config_json_is_warned_of(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "tokenformer", "vocab_sise": 64}')
     done = run(".", folder=tmp_path)
     assert done.returncode == 0
-    assert "vocab_sise=64 is kept but has no effect; the option is vocab_size=" in done.stderr
+    assert "vocab_sise=64 has no effect; the option is vocab_size=" in done.stderr
 
 
 @pytest.mark.parametrize(

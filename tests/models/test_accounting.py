@@ -15,9 +15,9 @@ from tokenformer.models.accounting import (
     activation_bytes,
     count_parameters,
     forward_flops,
+    matching_transformer,
     state_bytes,
     training_flops,
-    twin,
 )
 from tokenformer.models.configuration import LanguageConfig, TokenformerConfig, TransformerConfig
 from tokenformer.models.language import (
@@ -249,15 +249,18 @@ def test_state_is_what_adamw_holds() -> None:
 @pytest.mark.parametrize("name", GROWTH_SIZES)
 def test_twin_of_a_growth_size_is_the_preset(name: str) -> None:
     config = TokenformerConfig.from_preset(name)
-    assert twin(config).to_dict() == TransformerConfig.from_preset(name).to_dict()
+    assert matching_transformer(config).to_dict() == TransformerConfig.from_preset(name).to_dict()
     per_layer = TokenformerConfig.from_preset(name, ffn_tokens=[config.tokens("ffn", 0)] * 12)
-    assert twin(per_layer).hidden_size == TransformerConfig.from_preset(name).hidden_size
+    assert (
+        matching_transformer(per_layer).hidden_size
+        == TransformerConfig.from_preset(name).hidden_size
+    )
 
 
 def test_twin_keeps_the_options_of_a_growth_size() -> None:
     config = TokenformerConfig.from_preset("1.4b", vocab_size=512, norm_parameters="bias")
     preset = TransformerConfig.from_preset("1.4b", vocab_size=512, norm_parameters="bias")
-    assert twin(config).to_dict() == preset.to_dict()
+    assert matching_transformer(config).to_dict() == preset.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -271,7 +274,7 @@ def test_twin_keeps_the_options_of_a_growth_size() -> None:
 )
 def test_twin_has_the_nearest_parameter_count(changes: dict[str, Any]) -> None:
     config = TokenformerConfig(**{**SMALL, **changes})
-    found = twin(config)
+    found = matching_transformer(config)
     assert found.head_dim == config.head_dim
     assert found.num_hidden_layers == config.num_hidden_layers
     assert found.vocab_size == config.vocab_size

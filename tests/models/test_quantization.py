@@ -152,5 +152,5 @@ def test_unsupported_uses_are_refused(make_model, folder, tmp_path):
     with pytest.raises(ValueError, match=refusal):
         tokenformer.set_active_share(small, 0.5)
     small.save_pretrained(tmp_path / "small")
-    with pytest.raises(ValueError, match="has rounded numbers"):
+    with pytest.raises(ValueError, match="is quantized to int8"):
         load_for_training(tokenformer.TokenformerForCausalLM, str(tmp_path / "small"))

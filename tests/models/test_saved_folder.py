@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForCausalLM
 import tokenformer
 from tokenformer.cli import main
 from tokenformer.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
-from tokenformer.models.loading import load_tokens
+from tokenformer.models.loading import load_tokenformer
 from tokenformer.models.model_card import CARD, is_edited, read_history, write_card
 from tokenformer.models.saved_folder import RESAVED, STUB
 
@@ -319,7 +319,7 @@ def test_the_weights_of_an_earlier_save_are_removed(model: Any, tmp_path: Path) 
             assert torch.equal(loaded.model.norm.weight, model.model.norm.weight)
             listed = json.loads((folder / "checksums.json").read_text())["files"]
             assert listed.keys() == {file.name for file in folder.glob("model*.safetensors")}
-            assert load_tokens(folder) is not None, "verified"
+            assert load_tokenformer(folder) is not None, "verified"
 
 
 def test_a_path_that_is_a_file_is_left_to_transformers(model: Any, tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_keys_of_other_tools_do_not_replace_methods(model: Any, tmp_path: Path) 
     file = tmp_path / "model" / "config.json"
     keys = {"scale": 1.0, "tokens": 10, "update": "x", "torch_dtype": "auto"}
     file.write_text(json.dumps({**json.loads(file.read_text()), **keys}))
-    loaded = load_tokens(tmp_path / "model")
+    loaded = load_tokenformer(tmp_path / "model")
     assert loaded.config.tokens("ffn", 0) == 44
     assert loaded.config.scale("ffn", 0) == 44.0
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -375,7 +375,7 @@ def test_keys_of_other_tools_do_not_replace_methods(model: Any, tmp_path: Path) 
         "update": "x",
     }
     assert "_shadowed" not in saved
-    assert load_tokens(tmp_path / "again").config.tokens("q", 0) == 24
+    assert load_tokenformer(tmp_path / "again").config.tokens("q", 0) == 24
 
 
 PROCESSOR_WITHOUT_IMPORT = """

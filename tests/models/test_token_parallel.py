@@ -18,7 +18,7 @@ from tokenformer import (
 )
 from tokenformer.growth.tokens.prefix import set_active_share
 from tokenformer.layers.sharded import ShardedPattention
-from tokenformer.models.token_parallel import spread_tokens
+from tokenformer.models.token_parallel import shard_tokens
 
 BLOCKS: dict[str, Any] = {
     "hidden_size": 32,
@@ -73,7 +73,7 @@ def compare_spread_models() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = language_model(residual="parallel").double()
     spread = copy.deepcopy(model)
-    spread_tokens(spread, mesh)
+    shard_tokens(spread, mesh)
     layer = spread.model.layers[0].ffn
     assert isinstance(layer, ShardedPattention)
     assert layer.num_tokens == 45
@@ -90,7 +90,7 @@ def compare_spread_models() -> None:
 
     model = vision_model().double()
     spread = copy.deepcopy(model)
-    spread_tokens(spread, mesh)
+    shard_tokens(spread, mesh)
     pictures = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(1)).double()
     assert_same(model, spread, pixel_values=pictures, labels=torch.tensor([0, 1, 2]))
 

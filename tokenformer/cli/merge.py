@@ -39,10 +39,10 @@ def merge_models(
 
     from tokenformer.growth.model_folder import save_model_folder
     from tokenformer.growth.tokens.merge import merge
-    from tokenformer.models.loading import load_tokens
+    from tokenformer.models.loading import load_tokenformer
 
     with model_errors(out), new_folder("--out", out) as folder:
-        pair = [load_tokens(path, verify=not no_verify) for path in (first, second)]
+        pair = [load_tokenformer(path, verify=not no_verify) for path in (first, second)]
         check_tokenizers(first, second)
         merged, report = merge(*pair, embeddings=embeddings, own=own)
         save_model_folder(merged, report, first, folder)

@@ -161,13 +161,13 @@ def load_pair(
     from transformers.utils import logging
 
     import tokenformer  # noqa: F401  # registers our classes with the Auto classes
-    from tokenformer.models.loading import load_whole
+    from tokenformer.models.loading import load_pretrained
     from tokenformer.train.parallel.distribute import device
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model = load_whole(model_class, name, **options).to(device()).eval()
+        model = load_pretrained(model_class, name, **options).to(device()).eval()
         reader = reader_class.from_pretrained(name, trust_remote_code=False)
     except TokenformerError:
         raise

@@ -20,7 +20,7 @@ from tokenformer.growth.tokens.token_growth import TokenGrowth
 from tokenformer.growth.transformer.methods import grow_transformer
 from tokenformer.models.configuration import TokenConfig, Tokens, TransformerConfig
 from tokenformer.models.language import TransformerForCausalLM
-from tokenformer.models.loading import check_folder, load_config, load_whole
+from tokenformer.models.loading import check_folder, load_config, load_pretrained
 from tokenformer.models.model_card import read_history, write_card
 from tokenformer.models.model_classes import MODEL_CLASSES
 from tokenformer.models.weight_files import weight_files
@@ -110,7 +110,7 @@ def grow_transformer_folder(
     **sizes: int,
 ) -> GrowthReport:
     """Grow the Transformer in folder `source` into folder `out`; see `grow_transformer`."""
-    model = load_whole(TransformerForCausalLM, str(source), verify=verify, dtype="auto").eval()
+    model = load_pretrained(TransformerForCausalLM, str(source), verify=verify, dtype="auto").eval()
     larger, report = grow_transformer(model, to, method=method, seed=seed, **sizes)
     save_model_folder(larger, report, source, out)
     return report

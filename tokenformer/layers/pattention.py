@@ -25,7 +25,7 @@ class Pattention(nn.Module):
     key_tokens: nn.Parameter  # [num_tokens, in_features]
     value_tokens: nn.Parameter  # [num_tokens, out_features]
     scale_tokens: float | Tensor  # a tensor where it is learned or moves
-    first_scale: float  # of a learned one, set by the model
+    initial_scale: float  # of a learned scale, set by the model
 
     def __init__(
         self,

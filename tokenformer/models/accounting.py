@@ -1,15 +1,15 @@
-"""What a model costs: parameters, FLOPs and memory, by arithmetic on its configuration.
+"""Parameters, FLOPs and memory of a model, computed from its configuration.
 
-The paper's table of formulas (section 4.1), for both families and every option of ours:
+The paper's formulas (section 4.1), for both families and every option:
 
     config = TokenformerConfig.from_preset("354m")
     sum(count_parameters(config).values())          # 354,190,848
     sum(training_flops(config, 1024).values())      # of one sequence of 1024 tokens
     sum(activation_bytes(config, batch_size=8, length=1024).values())
-    twin(config)                                    # the Transformer to compare with
+    matching_transformer(config)                    # the baseline to compare with
 
-Every count comes by part, as a dict of ints. Nothing is built or run; `docs/guides/accounting.md`
-says what each part includes.
+Every function returns a dict of counts by part. No model is built or run;
+`docs/guides/accounting.md` explains the parts.
 """
 
 import math
@@ -34,11 +34,11 @@ FLOAT_BYTES = 4
 INDEX_BYTES = 8
 
 GROWTH_SIZES = tuple(TRANSFORMER_PRESETS)
-"""The four sizes the paper grows through, each with a Transformer of its own."""
+"""The four sizes of the paper's growth experiments, each with a Transformer baseline."""
 
 
 def count_parameters(config: LanguageConfig | VisionConfig) -> dict[str, int]:
-    """Learned numbers by part; a part the model does not have counts zero."""
+    """Parameters by part; 0 for parts the model does not have."""
     d = config.hidden_size
     learned_scales = isinstance(config, TokenConfig) and config.learned_scale
     ends = _image_ends(config) if isinstance(config, VisionConfig) else _text_ends(config)
@@ -66,7 +66,7 @@ def _text_ends(config: LanguageConfig) -> dict[str, int]:
 
 
 def _image_ends(config: VisionConfig) -> dict[str, int]:
-    """Patches and head have biases; the class token is booked with the patches."""
+    """Patches and head have biases; the class token counts as embedding."""
     d = config.hidden_size
     return {
         "embedding": d * (config.patch_channels + 1 + config.class_tokens),
@@ -78,15 +78,15 @@ def _image_ends(config: VisionConfig) -> dict[str, int]:
 def forward_flops(config: LanguageConfig, length: int) -> dict[str, int]:
     """FLOPs of the forward pass of one sequence of `length` tokens, by part.
 
-    A multiply-add counts two. Attention is counted over all pairs of tokens, as in the paper; a
-    causal kernel may skip half of them.
+    A multiply-add is two FLOPs. Attention counts all pairs of tokens, as in the paper; a causal
+    kernel may skip half of them.
     """
     head = 2 * config.vocab_size * config.hidden_size * length
     return {**_block_flops(config, length), "head": head}
 
 
 def image_forward_flops(config: VisionConfig) -> dict[str, int]:
-    """FLOPs of the forward pass of one image of the model's own size, by part."""
+    """FLOPs of the forward pass of one image of the model's image size, by part."""
     d, patches = config.hidden_size, config.grid_size**2
     return {
         "embedding": 2 * config.patch_channels * d * patches,
@@ -101,7 +101,7 @@ def image_training_flops(config: VisionConfig) -> dict[str, int]:
 
 
 def _block_flops(config: BlockConfig, length: int) -> dict[str, int]:
-    # Every weight of a projection, key and value tokens included, meets every token once.
+    # Every weight of a projection, including key and value tokens, multiplies every token once.
     projections = {
         part: 2 * weights * length for part, weights in _projection_parameters(config).items()
     }
@@ -114,13 +114,13 @@ def _block_flops(config: BlockConfig, length: int) -> dict[str, int]:
 
 
 def training_flops(config: LanguageConfig, length: int) -> dict[str, int]:
-    """FLOPs of forward and backward: the backward pass repeats each product of the forward pass
-    twice, once for the gradient of either factor."""
+    """FLOPs of forward and backward. The backward pass has two products per product of the forward
+    pass, one for the gradient of each factor."""
     return {part: 3 * flops for part, flops in forward_flops(config, length).items()}
 
 
 def state_bytes(config: LanguageConfig | VisionConfig) -> dict[str, int]:
-    """Bytes of what lasts from step to step in fp32 training with AdamW: 16 per parameter."""
+    """Bytes of weights, gradients and AdamW state in fp32 training: 16 per parameter."""
     parameters = sum(count_parameters(config).values())
     return {
         "weights": FLOAT_BYTES * parameters,
@@ -130,10 +130,10 @@ def state_bytes(config: LanguageConfig | VisionConfig) -> dict[str, int]:
 
 
 def activation_bytes(config: LanguageConfig, batch_size: int, length: int) -> dict[str, int]:
-    """Bytes that fp32 autograd keeps from the forward pass, loss included, for the backward pass.
+    """Bytes that fp32 autograd saves for the backward pass of model and loss.
 
-    They hold for eager execution on a CPU with fused attention and the `direct` pattention; each
-    tensor is booked under the part that needs it, and one that several parts need under the first.
+    This is eager execution on a CPU with fused attention and the `direct` backend. Each tensor is
+    counted under the first part that needs it.
     """
     d, layers, rows = config.hidden_size, config.num_hidden_layers, batch_size * length
     stream = FLOAT_BYTES * rows * d  # one copy of the residual stream, [B, T, d]
@@ -156,26 +156,26 @@ def activation_bytes(config: LanguageConfig, batch_size: int, length: int) -> di
         "norms": norm_inputs * stream + 2 * layers * block_norm + final_norm,
         "qkv": layers * stream + inner["qkv"],
         "token_token": layers * (2 * stream + keys_and_values + log_sums),
-        # Rotated queries lie head by head, and so does what attention returns: it is copied.
+        # Rotated queries are laid out by head, and so is the attention output, which is copied.
         "output": (layers * stream if rotary else 0) + inner["output"],
         "ffn": layers * stream + inner["ffn"],
-        # The head's input, the log-probabilities, the labels, and their number.
+        # The input of the head, the log-probabilities, the labels and their count.
         "head": stream + rows * (FLOAT_BYTES * config.vocab_size + INDEX_BYTES) + FLOAT_BYTES,
     }
 
 
-def twin(config: TokenformerConfig) -> TransformerConfig:
-    """The Transformer to compare a TokenFormer with: all options that the families share, and
+def matching_transformer(config: TokenformerConfig) -> TransformerConfig:
+    """Return the Transformer baseline of a TokenFormer. It has the same shared options, and
 
     - for the four sizes of the paper's growth experiments, the width of the paper's Transformer;
-    - else the width, in whole heads of the same size, whose parameter count is nearest.
+    - else the width, in heads of the same size, with the closest parameter count.
     """
     for size in GROWTH_SIZES:
         if _has_shape(config, TokenformerConfig.from_preset(size)):
             heads = TRANSFORMER_PRESETS[size]["hidden_size"] // config.head_dim
             return _transformer_like(config, heads)
     wanted = sum(count_parameters(config).values())
-    group = config.hidden_size // config.key_value_size  # query heads of one key-value head
+    group = config.hidden_size // config.key_value_size  # query heads per key-value head
 
     def parameters(groups: int) -> int:
         return sum(count_parameters(_transformer_like(config, group * groups)).values())
@@ -187,11 +187,11 @@ def twin(config: TokenformerConfig) -> TransformerConfig:
 
 
 def _has_shape(config: TokenformerConfig, other: TokenformerConfig) -> bool:
-    """Whether the layers are of the same number, width, heads and tokens, however written."""
+    """Whether depth, width, heads and token counts are equal, however they are specified."""
 
-    def shape(of: TokenformerConfig) -> list[object]:
-        sizes = (of.num_hidden_layers, of.hidden_size, of.num_attention_heads, of.key_value_size)
-        return [sizes, [_tokens_by_layer(of, projection) for projection in PROJECTIONS]]
+    def shape(c: TokenformerConfig) -> list[object]:
+        sizes = (c.num_hidden_layers, c.hidden_size, c.num_attention_heads, c.key_value_size)
+        return [sizes, [_tokens_by_layer(c, projection) for projection in PROJECTIONS]]
 
     return shape(config) == shape(other)
 
@@ -201,7 +201,7 @@ def _tokens_by_layer(config: TokenConfig, projection: str) -> list[int]:
 
 
 def _transformer_like(config: TokenformerConfig, heads: int) -> TransformerConfig:
-    """The Transformer with so many heads and the rest of its options as in `config`."""
+    """Return a Transformer with `heads` heads and the other options of `config`."""
     own = {"hidden_size", "num_attention_heads", "num_key_value_heads"}
     ours = BlockConfig.__annotations__ | LanguageConfig.__annotations__
     shared = [f.name for f in fields(LanguageConfig) if f.name in ours and f.name not in own]
@@ -215,7 +215,7 @@ def _transformer_like(config: TokenformerConfig, heads: int) -> TransformerConfi
 
 
 def _projection_parameters(config: BlockConfig) -> dict[str, int]:
-    """The weights of the five learned maps, all layers together."""
+    """Parameters of the five projections, summed over layers."""
     d, kv, layers = config.hidden_size, config.key_value_size, config.num_hidden_layers
     if isinstance(config, MatrixConfig):
         return {
@@ -227,7 +227,7 @@ def _projection_parameters(config: BlockConfig) -> dict[str, int]:
         raise TypeError(
             f"config is a {type(config).__name__}; give a TokenformerConfig or TransformerConfig"
         )
-    # A token is a key of d channels and a value as wide as the projection's output.
+    # A token is a key of d channels and a value of the width of the output.
     q, k, v, o, ffn = (sum(_tokens_by_layer(config, projection)) for projection in PROJECTIONS)
     return {"qkv": 2 * d * q + (d + kv) * (k + v), "output": 2 * d * o, "ffn": 2 * d * ffn}
 
@@ -237,19 +237,19 @@ def _norm_vectors(parameters: str) -> int:
 
 
 def _norm_bytes(config: LanguageConfig, parameters: str, rows: int) -> int:
-    """What one norm keeps besides its input. Its output is kept by the projections that read it."""
+    """Bytes one norm saves besides its input. The projections save its output."""
     if config.norm == "layer_norm":
         return 2 * FLOAT_BYTES * rows  # mean and inverse deviation
-    scaled = "weight" in parameters.split("_")  # the normed rows, before the weight multiplies them
+    scaled = "weight" in parameters.split("_")  # the normalized rows, before the weight
     return FLOAT_BYTES * rows * (1 + (config.hidden_size if scaled else 0))
 
 
 def _projection_bytes(config: LanguageConfig, part: str, rows: int) -> int:
-    """What the projections of `part` keep between their input and their output, in all layers."""
+    """Bytes the projections of `part` save besides their input, summed over layers."""
     if isinstance(config, TransformerConfig):
         if part != "ffn":
-            return 0  # a linear map needs its input alone
-        # GELU's two sides; for SwiGLU the gate, its SiLU, the other branch and their product.
+            return 0  # a linear layer saves only its input
+        # Input and output of GELU; for SwiGLU the gate, its SiLU, the up projection, the product.
         copies = 4 if config.mlp == "swiglu" else 2
         return config.num_hidden_layers * FLOAT_BYTES * rows * copies * config.intermediate_size
     assert isinstance(config, TokenformerConfig)

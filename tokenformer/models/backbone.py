@@ -1,7 +1,7 @@
-"""What all models of ours are built of: blocks of named attention, and the two sets of projections.
+"""Building blocks of all models: layers, attention kernels by name, the two sets of projections.
 
-Language and vision models differ in how they begin and end, TokenFormer and Transformer in one
-function, `projections`, which builds the five learned maps of a layer. All are native Hugging Face
+Language and vision models differ in embedding and head. TokenFormer and Transformer differ in one
+function, `projections`, which builds the five projections of a layer. All are native Hugging Face
 models.
 """
 
@@ -31,10 +31,10 @@ from tokenformer.models.block_configuration import BlockConfig
 from tokenformer.models.configuration import MatrixConfig, TokenConfig
 from tokenformer.models.token_parallel import TokenParallel
 
-ALL_PARALLEL_STYLES.register("tokens", TokenParallel())  # of the plan in `TokenConfig`
+ALL_PARALLEL_STYLES.register("tokens", TokenParallel())  # used in the plan of `TokenConfig`
 
 Projections = Callable[[Any, int], list[nn.Module]]
-"""(config, layer) -> q, k, v, o and the feed-forward map."""
+"""(config, layer) -> q, k, v, o and the feed-forward layer."""
 
 
 class NamedAttention(Attention):
@@ -94,7 +94,7 @@ LAYERS = {"sequential": SequentialLayer, "parallel": ParallelLayer}
 
 
 class BlockPreTrainedModel(PreTrainedModel):
-    """How weights begin, and what transformers may do with them."""
+    """Initialization and saving of weights, and the features of transformers that are supported."""
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -108,20 +108,21 @@ class BlockPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As released: keys, embeddings and matrices `initializer_range`; values, and the matrices
-        that write to the residual stream, 2 / (L sqrt(d)). As in the paper's own figures: keys
-        1/sqrt(d), values 1/sqrt(n), matrices 1/sqrt(fan in)."""
+        """Initialize a module with normal weights. Standard deviations of variant `released`: keys,
+        embeddings and matrices `initializer_range`; values, and matrices that write to the residual
+        stream, 2 / (L sqrt(d)). Of variant `paper`: keys 1/sqrt(d), values 1/sqrt(n), matrices
+        1/sqrt(fan in)."""
         released = self.config.variant == "released"
         std = self.config.initializer_range
         if isinstance(module, Pattention):
-            key_std, value_std = self.token_deviations(module)
+            key_std, value_std = self.token_stds(module)
             init.normal_(module.key_tokens, std=key_std)
             init.normal_(module.value_tokens, std=value_std)
             if isinstance(module.scale_tokens, nn.Parameter):
-                init.constant_(module.scale_tokens, module.first_scale)
+                init.constant_(module.scale_tokens, module.initial_scale)
         elif isinstance(module, nn.Linear | nn.Conv2d):
             writes = hasattr(module, "writes_to_residual")
-            released_std = self.residual_deviation if writes else std
+            released_std = self.residual_std if writes else std
             fan_in = module.weight[0].numel()
             init.normal_(module.weight, std=released_std if released else fan_in**-0.5)
             if module.bias is not None:
@@ -139,40 +140,43 @@ class BlockPreTrainedModel(PreTrainedModel):
                 init.zeros_(module.bias)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
-        """As transformers does, with a model card, checksums of the weights, and a stub that loads
-        the model without `import tokenformer` (`tokenformer.models.saved_folder`)."""
+        """Save as transformers does, with a model card, checksums of the weights, and a stub that
+        loads the model without `import tokenformer` (`tokenformer.models.saved_folder`)."""
         from tokenformer.models.saved_folder import auto_mapped, complete
 
         with auto_mapped(self.config):
             super().save_pretrained(save_directory, *args, **options)
         folder = Path(save_directory)
-        if folder.is_dir() and self._writes_folder(*args, **options):  # of a file it only warns
+        if folder.is_dir() and self._writes_folder(
+            *args, **options
+        ):  # transformers only warns about a file
             complete(self, folder)
 
     def _writes_folder(self, is_main_process: bool = True, *_: Any, **options: Any) -> bool:
-        """Whether this process has just saved a whole model, not an adapter of one."""
+        """Whether this process has just saved a complete model, not an adapter."""
         adapter = getattr(self, "_hf_peft_config_loaded", False)
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         first = not distributed or torch.distributed.get_rank() == 0
         return is_main_process and first and not adapter
 
     def _upload_modified_files(self, working_dir: Any, *args: Any, **options: Any) -> Any:
-        """Before an upload: transformers has just put a card of its own into the folder."""
+        """Rewrite the card before an upload: transformers has just replaced it."""
         from tokenformer.models.saved_folder import complete
 
         complete(self, Path(working_dir))
         return super()._upload_modified_files(working_dir, *args, **options)
 
-    def token_deviations(self, layer: Pattention) -> tuple[float, float]:
-        """Of the keys and of the values that a layer begins with."""
+    def token_stds(self, layer: Pattention) -> tuple[float, float]:
+        """Return the initial standard deviations of keys and values."""
         if self.config.variant == "released":
-            return self.config.initializer_range, self.residual_deviation
+            return self.config.initializer_range, self.residual_std
         return layer.in_features**-0.5, layer.num_tokens**-0.5
 
     @property
-    def residual_deviation(self) -> float:
-        deviation: float = 2 / (self.config.num_hidden_layers * self.config.hidden_size**0.5)
-        return deviation
+    def residual_std(self) -> float:
+        """Initial standard deviation of weights that write to the residual stream."""
+        std: float = 2 / (self.config.num_hidden_layers * self.config.hidden_size**0.5)
+        return std
 
 
 def make_layer(
@@ -202,7 +206,7 @@ def tokenformer_projections(config: TokenConfig, layer: int) -> list[nn.Module]:
 
     def tokens(name: str, out_features: int) -> Pattention:
         scale = config.scale(name, layer)
-        made = Pattention(
+        layer_tokens = Pattention(
             d,
             out_features,
             config.tokens(name, layer),
@@ -211,8 +215,8 @@ def tokenformer_projections(config: TokenConfig, layer: int) -> list[nn.Module]:
             approximate=config.approximate,
             eps=config.theta_eps,
         )
-        made.first_scale = scale  # for `_init_weights`, where the parameter has no value yet
-        return made
+        layer_tokens.initial_scale = scale  # `_init_weights` may see an empty parameter
+        return layer_tokens
 
     return [tokens("q", d), tokens("k", kv), tokens("v", kv), tokens("o", d), tokens("ffn", d)]
 
@@ -226,7 +230,7 @@ def transformer_projections(config: MatrixConfig, layer: int) -> list[nn.Module]
     )
     q, k, v, o = (nn.Linear(d, size, bias=False) for size in (d, kv, kv, d))
     for writer in (o, ffn.down):
-        # `_init_weights` sees a matrix without its surroundings, and is not called for modules that
-        # own no parameters.
+        # `_init_weights` sees each matrix on its own, and is not called for modules without
+        # parameters.
         writer.writes_to_residual = True  # type: ignore[assignment]
     return [q, k, v, o, ffn]

@@ -1,9 +1,7 @@
-"""What the configurations of all models share: the blocks, and how options are checked.
+"""The base of all configurations: options of the blocks, and how options are checked.
 
-A model is a modality (`LanguageConfig`, `VisionConfig`) with a family of projections
-(`TokenConfig`, `MatrixConfig`): all four are `BlockConfig`s, and the configuration of a model
-inherits from one of each. Options left at None take the value the variant or another option
-implies; what is saved is complete.
+Options left at None take a value implied by the variant or another option, so a saved configuration
+is complete.
 """
 
 import difflib
@@ -38,8 +36,8 @@ CHOICES: dict[str, tuple[str | bool, ...]] = {
     "use_cache": (True, False),
 }
 
-# How other libraries call what is called otherwise here.
-MISNOMERS = {
+# Names that other libraries use for our options.
+SYNONYMS = {
     **dict.fromkeys(("num_layers", "n_layers", "n_layer", "depth"), "num_hidden_layers"),
     **dict.fromkeys(("num_heads", "n_heads", "n_head"), "num_attention_heads"),
     **dict.fromkeys(("num_kv_heads", "n_kv_heads"), "num_key_value_heads"),
@@ -55,32 +53,32 @@ MISNOMERS = {
 }
 
 SHADOWED = "_shadowed"
-"""The attribute that holds keys of config.json that are called like methods."""
+"""The attribute for keys of config.json that have the name of a method."""
 STUB_MODULE = "modeling_tokenformer"
-"""The module that `save_pretrained` of a model writes beside the weights."""
+"""The module that `save_pretrained` of a model writes next to the weights."""
 
 
 class StubMap(dict[str, str]):
-    """The `auto_map` of a configuration that is saved with the stub beside it."""
+    """The `auto_map` of a configuration that is saved together with the stub."""
 
 
 INFERRED: Any = None
-"""The default of an option that takes the value another option implies."""
+"""The default of an option that is inferred from other options."""
 
 SomeConfig = TypeVar("SomeConfig", bound="BlockConfig")
 
 
 class BlockConfig(PreTrainedConfig):
-    """Width, depth, heads and norms of the blocks that every model of ours is made of.
+    """Width, depth, heads and norms of the blocks of a model.
 
     Attributes:
-        variant: `released`, the authors' weights, or `paper`, the code base of the paper's figures:
-            tanh GELU, eps 1e-5 on the norm of the scores, and another initialisation.
-        norm, norm_parameters, norm_eps: of the two norms in every block.
-        final_norm_parameters: of the norm before the output head.
+        variant: `released`, as the authors' weights, or `paper`, as the paper's own figures:
+            tanh GELU, eps 1e-5 on the norm of the scores, and another initialization.
+        norm, norm_parameters, norm_eps: options of the two norms in every block.
+        final_norm_parameters: parameters of the norm before the output head.
         residual: `sequential` or `parallel`.
         hidden_act: `gelu` (exact) or `gelu_tanh`.
-        initializer_range: standard deviation of embeddings and, as released, of key tokens.
+        initializer_range: standard deviation of embeddings and, if released, of key tokens.
     """
 
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
@@ -100,30 +98,30 @@ class BlockConfig(PreTrainedConfig):
 
     @classmethod
     def from_preset(cls: type[SomeConfig], name: str, **changes: Any) -> SomeConfig:
-        """A published size by name, with any option changed."""
+        """Return a published size by name; keyword arguments change any option."""
         return cls(**{**preset(name, cls.presets), **changes})
 
     @classmethod
     def option_names(cls) -> list[str]:
-        """The options of this model, aliases included: what the constructor reads, without the
-        fields that every configuration of transformers has."""
+        """Return the options of this model with their aliases, without the fields that every
+        configuration of transformers has."""
         common = {field.name for field in fields(PreTrainedConfig)}
         own = [field.name for field in fields(cls) if field.name not in common]
         return [*own, *cls.attribute_map, *cls.attribute_map.values(), "attn_implementation"]
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As the constructor, but keeps keys that it refuses as misnomers: other tools annotate
-        config.json with names of their own. They become attributes and are saved again."""
-        foreign = {name: config_dict[name] for name in config_dict if cls._misnomer(name)}
+        """Build from config.json. Keys that the constructor refuses as misspelled options are kept
+        as attributes and saved again, because other tools annotate config.json."""
+        foreign = {name: config_dict[name] for name in config_dict if cls._misspelling(name)}
         known = {name: value for name, value in config_dict.items() if name not in foreign}
         found = super().from_dict(known, **kwargs)
         config, unused = found if isinstance(found, tuple) else (found, {})
         for name, value in foreign.items():
-            meant = cls._meant(name)
+            meant = cls._closest_option(name)
             if meant and getattr(config, meant) != value:
                 logger.warning_once(
-                    f"{name}={value!r} is kept but has no effect; "
+                    f"{name}={value!r} has no effect; "
                     f"the option is {meant}={getattr(config, meant)!r}"
                 )
             setattr(config, name, kwargs.get(name, value))
@@ -131,8 +129,8 @@ class BlockConfig(PreTrainedConfig):
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A key of config.json that is called like a method, such as `tokens`, is kept and saved
-        again without replacing the method."""
+        """Keep a key of config.json with the name of a method, such as `tokens`, without replacing
+        the method; it is saved again."""
         if callable(getattr(type(self), name, None)):
             self.__dict__.setdefault(SHADOWED, {})[name] = value
         else:
@@ -144,18 +142,18 @@ class BlockConfig(PreTrainedConfig):
 
     @property
     def key_value_size(self) -> int:
-        """Channels of the keys and of the values, all their heads together."""
+        """Channels of the keys, and of the values, over all heads."""
         return self.num_key_value_heads * self.head_dim
 
     @property
     def approximate(self) -> str:
-        """The GELU by torch's name."""
+        """The `approximate` argument of torch's GELU."""
         return "tanh" if self.hidden_act == "gelu_tanh" else "none"
 
     def __post_init__(self, **others: Any) -> None:
         names = {field.name for field in fields(self)}
         for other in others:
-            if problem := self._misnomer(other):
+            if problem := self._misspelling(other):
                 raise ValueError(problem)
         self._check_choices("variant")
         for name, value in VARIANT_DEFAULTS[self.variant].items():
@@ -170,8 +168,8 @@ class BlockConfig(PreTrainedConfig):
         super().__post_init__(**others)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
-        """As transformers does. Saved without a model there is no stub in the folder, so an
-        `auto_map` that names it, as a loaded configuration has it, is left out."""
+        """Save as transformers does. Without a model there is no stub in the folder, so an
+        `auto_map` that points to it is left out."""
         mapped = self.auto_map
         to_stub = any(f"{name}".startswith(f"{STUB_MODULE}.") for name in (mapped or {}).values())
         if to_stub and not isinstance(mapped, StubMap):
@@ -189,25 +187,25 @@ class BlockConfig(PreTrainedConfig):
         return output
 
     @classmethod
-    def _misnomer(cls, name: str) -> str | None:
-        """What is wrong with a key that is no option. Unknown keys are accepted, as transformers
-        expects of every configuration, but not those that are clearly meant for an option of ours:
-        they would be ignored silently."""
+    def _misspelling(cls, name: str) -> str | None:
+        """Return the problem with a key that is not an option. Unknown keys are accepted, as
+        transformers requires, except those that are clearly meant to be one of our options: they
+        would be silently ignored."""
         names = {field.name for field in fields(cls)}
         if name in names or cls._is_derived(name):
             return None
         for family in cls.families():
             if name in {field.name for field in fields(family)}:
-                return f"{name!r} is an option of {family.__name__} alone"
-        meant = cls._meant(name)
+                return f"{name!r} is an option of {family.__name__} only"
+        meant = cls._closest_option(name)
         return f"{name!r} is not an option; did you mean {meant!r}?" if meant else None
 
     @classmethod
-    def _meant(cls, name: str) -> str | None:
-        """The option that a name is a synonym of or a typing error for."""
+    def _closest_option(cls, name: str) -> str | None:
+        """Return the option that a name is a synonym or a misspelling of."""
         names = [field.name for field in fields(cls)]
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
-        meant = MISNOMERS.get(name) or next(iter(near), None)
+        meant = SYNONYMS.get(name) or next(iter(near), None)
         return meant if meant in names else None
 
     @classmethod
@@ -216,26 +214,26 @@ class BlockConfig(PreTrainedConfig):
         return isinstance(found, property) and found.fset is None
 
     def _check_derived(self, others: dict[str, Any]) -> None:
-        """Take out derived values such as `head_dim`, which tools write into config.json."""
+        """Remove derived values such as `head_dim`, which other tools write into config.json."""
         for name in [name for name in others if self._is_derived(name)]:
             given, own = others.pop(name), getattr(self, name)
             if given != own:
                 raise ValueError(
-                    f"{name}={given!r} is not an option; it follows from the others and is {own!r}"
+                    f"{name}={given!r} is not an option; the other options imply {own!r}"
                 )
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing: transformers calls this where `auto_map` led it here, and would then copy our
-        source files into every folder that is saved."""
+        """Do nothing. transformers calls this after following `auto_map`, and would copy our source
+        files into every saved folder."""
 
     @classmethod
     def families(cls) -> list[type["BlockConfig"]]:
-        """The configurations of this modality, which differ in the projections."""
+        """Return the configurations of this modality, which differ in the projections."""
         return []
 
     def _fill(self) -> None:
-        """Options whose default depends on others."""
+        """Set options whose default depends on others."""
 
     def _check(self) -> None:
         self._check_choices(*(name for name in CHOICES if hasattr(self, name)))

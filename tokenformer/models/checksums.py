@@ -1,8 +1,8 @@
 """Checksums of a model folder's weights, and the check for damaged files, NaN and inf.
 
-`save_pretrained` writes `checksums.json` beside the weights. The commands verify a local folder
-before they load it. Files without a checksum are still searched for NaN and inf. A file that was
-found to be good is not read again until its size or modification time changes.
+`save_pretrained` writes `checksums.json` next to the weights. The commands verify a local folder
+before they load it. Files without a checksum are still searched for NaN and inf. A verified file is
+not read again until its size or modification time changes.
 """
 
 import hashlib
@@ -28,15 +28,15 @@ from tokenformer.models.weight_files import (
 
 CHECKSUMS = "checksums.json"
 VERIFIED = "verified.json"
-MOST_REMEMBERED = 512
+MAX_REMEMBERED = 512
 BLOCK = 1 << 22
 HINT = f"restore it, or, if the change is yours, delete {CHECKSUMS} or pass --no_verify"
 Stamp = list[Any]
-"""Size, modification time in nanoseconds, and the SHA-256 expected of a file, or None."""
+"""Size, modification time in nanoseconds, and expected SHA-256 of a file, or None."""
 
 
 def write_checksums(folder: Path) -> None:
-    """Record the size and SHA-256 of every weight file that a folder's model is loaded from."""
+    """Write the size and SHA-256 of every weight file of a folder to checksums.json."""
     saved = any((folder / name).exists() for name in (WEIGHTS, INDEX))
     files = {
         file.name: {"size": file.stat().st_size, "sha256": sha256(file)}
@@ -47,7 +47,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def read_checksums(folder: Path) -> dict[str, dict[str, Any]]:
-    """The entries of checksums.json by file name; none for a folder without it."""
+    """Return the entries of checksums.json by file name; empty without the file."""
     if not (folder / CHECKSUMS).exists():
         return {}
     document = read_object(folder, CHECKSUMS)
@@ -61,10 +61,10 @@ def read_checksums(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def verify_weights(folder: Path, files: list[Path]) -> None:
-    """Refuse files that differ from checksums.json, and weights that are NaN or infinite.
+    """Raise an error for files that differ from checksums.json and for NaN or infinite weights.
 
-    A folder that something else saved may have weights that checksums.json does not list, or list
-    some that are gone: only files that are both there and listed are compared.
+    If another tool saved the folder again, checksums.json may lack files or list deleted ones: only
+    files that exist and are listed are compared.
     """
     listed, verified = read_checksums(folder), read_verified()
     found: dict[str, Stamp] = {}
@@ -89,9 +89,9 @@ def verify_weights(folder: Path, files: list[Path]) -> None:
 
 
 def scan(folder: Path, file: Path) -> tuple[str, str | None]:
-    """The SHA-256 of a safetensors file and the first tensor in it that is not finite, in one pass.
+    """Return the SHA-256 of a safetensors file and its first tensor that is not finite.
 
-    The header has been checked before: tensors follow each other without gaps.
+    The header was checked before: tensors are stored without gaps.
     """
     digest, bad = hashlib.sha256(), None
     buffer = bytearray(BLOCK)
@@ -108,7 +108,7 @@ def scan(folder: Path, file: Path) -> tuple[str, str | None]:
             while start < end:
                 view = memoryview(buffer)[: min(BLOCK, end - start)]
                 if stream.readinto(view) != len(view):
-                    raise ModelFolderError(folder, f"{file.name} is cut short")
+                    raise ModelFolderError(folder, f"{file.name} is truncated")
                 digest.update(view)
                 if checked and bad is None and not is_finite(view, dtype):
                     bad = name
@@ -118,12 +118,12 @@ def scan(folder: Path, file: Path) -> tuple[str, str | None]:
 
 
 def is_finite(view: memoryview, dtype: Any) -> bool:
-    low, high = torch.frombuffer(view, dtype=dtype).aminmax()  # NaN wins both
+    low, high = torch.frombuffer(view, dtype=dtype).aminmax()  # NaN propagates to both
     return bool(low.isfinite() & high.isfinite())
 
 
 def read_verified() -> dict[str, Stamp]:
-    """The files that were found to be good, by path."""
+    """Return the stamps of verified files, by path."""
     with suppress(OSError, ValueError):
         found = json.loads((cache_folder() / VERIFIED).read_text(encoding="utf-8"))
         if isinstance(found, dict):
@@ -132,10 +132,10 @@ def read_verified() -> dict[str, Stamp]:
 
 
 def remember(verified: dict[str, Stamp], found: dict[str, Stamp]) -> None:
-    """Add to the files that are known to be good, of which the newest are kept. Where two processes
-    do so at once, one of them may have to read its files again."""
+    """Store the stamps of verified files; the newest are kept. If two processes store at once, one
+    of them may have to read its files again."""
     others = {path: stamp for path, stamp in verified.items() if path not in found}
-    kept = dict(islice({**found, **others}.items(), MOST_REMEMBERED))
+    kept = dict(islice({**found, **others}.items(), MAX_REMEMBERED))
     with suppress(OSError):  # without a cache every load reads the files
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ from tokenformer.models.presets import (
 PROJECTIONS = ("q", "k", "v", "o", "ffn")
 
 Tokens = int | list[int]
-"""A number of parameter tokens: one for all layers, or one per layer."""
+"""Number of parameter tokens: one for all layers, or one per layer."""
 
 QUANTIZATION_METHOD = "tokenformer"
 """The `quant_method` of `TokenQuantization`."""
@@ -35,7 +35,7 @@ PROBLEM_TYPES = ("single_label_classification", "multi_label_classification", "r
 
 
 class QuantizationError(TokenformerError, ValueError):
-    """A quantization method that leaves parameter tokens as they are."""
+    """A quantization method that does not quantize parameter tokens."""
 
 
 class TokenConfig(BlockConfig):
@@ -46,15 +46,15 @@ class TokenConfig(BlockConfig):
             projections, of the output projection and of the feed-forward layer: an int or one per
             layer. By default, as in the paper, the hidden size, the same, and four times that.
         q_tokens, k_tokens, v_tokens: override `qkv_tokens` for one projection.
-        scale_tokens: the scale of every layer that does not have its token count for scale, as
-            growth leaves it: `{"q" | "k" | "v" | "o" | "ffn": [a float or null per layer]}`.
-        learned_scale: whether the scales are parameters; those above are then their first values.
-        token_rates: factors on the learning rate of some tokens, as growth may leave them: `{"q" |
-            "k" | "v" | "o" | "ffn": [runs of [how many tokens, factor], or null, per layer]}`.
-        theta, theta_eps: the modified softmax and what is added to its norm.
+        scale_tokens: the scale of layers where it differs from the token count, as after growth:
+            `{"q" | "k" | "v" | "o" | "ffn": [a float or null per layer]}`.
+        learned_scale: whether the scales are parameters, initialized to the values above.
+        token_rates: learning rate factors of tokens, as growth may set them: `{"q" | "k" | "v" |
+            "o" | "ffn": [a list of [number of tokens, factor], or null, per layer]}`.
+        theta, theta_eps: the modified softmax, and the epsilon added to its norm.
     """
 
-    # By transformers' names: how `from_pretrained(..., tp_plan="auto")` spreads the layers.
+    # Read by transformers: how `from_pretrained(..., tp_plan="auto")` shards the layers.
     base_model_tp_plan: ClassVar[dict[str, str] | None] = {
         **{f"layers.*.attention.{name}": "tokens" for name in "qkvo"},
         "layers.*.ffn": "tokens",
@@ -73,25 +73,24 @@ class TokenConfig(BlockConfig):
     theta_eps: float = INFERRED
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Set by transformers before it applies a quantizer, given to `from_pretrained` or found in
-        # config.json.
+        # transformers sets this before it applies a quantizer, from an argument or config.json.
         if name == "quantization_config":
             check_quantization(value)
         super().__setattr__(name, value)
 
     def tokens(self, projection: str, layer: int) -> int:
-        """How many parameter tokens `projection` (q, k, v, o or ffn) has in `layer`."""
+        """Number of parameter tokens of `projection` (q, k, v, o or ffn) in `layer`."""
         count = self._token_option(projection)
         return count[layer] if isinstance(count, list) else count
 
     def scale(self, projection: str, layer: int) -> float:
-        """The scale of that layer: its own, or its token count."""
+        """Scale of `projection` in `layer`, by default its token count."""
         scales = (self.scale_tokens or {}).get(projection)
         own = scales[layer] if scales else None
         return float(self.tokens(projection, layer) if own is None else own)
 
     def row_rates(self, projection: str, layer: int) -> list[float] | None:
-        """A factor on the learning rate of each token of that layer; None if all are 1."""
+        """Learning rate factor of each token of a layer; None if all are 1."""
         by_layer = (self.token_rates or {}).get(projection)
         runs = by_layer[layer] if by_layer else None
         if runs is None:
@@ -143,7 +142,6 @@ class TokenConfig(BlockConfig):
             for scale in scales:
                 if scale is not None:
                     check_number(name, scale, positive=True)
-
         self._check_rates()
 
     def _check_rates(self) -> None:
@@ -158,8 +156,8 @@ class TokenConfig(BlockConfig):
                     check_number(name, rate)
                 if rates is not None and len(rates) != self.tokens(projection, layer):
                     raise ValueError(
-                        f"{name} of layer {layer} is of {len(rates)} tokens; the layer has "
-                        f"{self.tokens(projection, layer)}"
+                        f"{name} of layer {layer} has factors for {len(rates)} tokens; "
+                        f"the layer has {self.tokens(projection, layer)}"
                     )
 
     def _check_length(self, name: str, values: Any) -> None:
@@ -170,8 +168,8 @@ class TokenConfig(BlockConfig):
 
 
 def check_quantization(config: Any) -> None:
-    """Refuse torchao, bitsandbytes and others: they replace `nn.Linear` and would quantize nothing
-    of a model whose weights are parameter tokens."""
+    """Refuse torchao, bitsandbytes and others: they replace `nn.Linear`, which a model of parameter
+    tokens does not have."""
     if config is None:
         return
     found = config.get("quant_method") if isinstance(config, dict) else config.quant_method
@@ -184,10 +182,10 @@ def check_quantization(config: Any) -> None:
 
 
 class MatrixConfig(BlockConfig):
-    """Linear projections and a two-layer MLP: the plain Transformer.
+    """Linear projections and a two-layer MLP: the Transformer baseline.
 
     Attributes:
-        mlp: `gelu`, GPT's two matrices, or `swiglu`, Llama's three.
+        mlp: `gelu`, two matrices as in GPT, or `swiglu`, three as in Llama.
         intermediate_size: hidden units of the MLP; by default 4 d, or for SwiGLU 8 d / 3 rounded up
             to a multiple of 64, which has about the same number of parameters.
     """
@@ -207,11 +205,11 @@ class MatrixConfig(BlockConfig):
 
 
 class LanguageConfig(BlockConfig):
-    """What the TokenFormer and the Transformer have in common.
+    """Options that both language models share.
 
     Attributes:
         positions: `rotary` (on `rotary_fraction` of each head, with `rotary_base`), `learned`
-            (`max_position_embeddings` of them) or `none`; by default as the variant has it.
+            (`max_position_embeddings` of them) or `none`; the default depends on the variant.
     """
 
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
@@ -233,7 +231,7 @@ class LanguageConfig(BlockConfig):
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of each head that rotate."""
+        """Rotated channels of each head."""
         return int(self.head_dim * self.rotary_fraction)
 
     def _check(self) -> None:
@@ -252,16 +250,16 @@ class LanguageConfig(BlockConfig):
 
 
 class VisionConfig(BlockConfig):
-    """What the two classifiers have in common.
+    """Options that both image classifiers share.
 
     Attributes:
-        image_size, patch_size, num_channels: of the images the positions are made for; images of
-            another size, of whole patches, get interpolated ones.
-        pooling: what is classified: `class`, a class token that stands before the patches, or
-            `mean`, the mean over the patches, without a class token.
-        drop_path_rate: chance that the last block leaves out a branch for an image of a training
-            batch; it rises evenly from 0 in the first.
-        num_labels: classes; timm's name for it, `num_classes`, means the same.
+        image_size, patch_size, num_channels: the image shape that positions are learned for. They
+            are interpolated for other sizes, which must be a multiple of the patch size.
+        pooling: `class`, classify a class token before the patches, or `mean`, classify the mean
+            over the patches without a class token.
+        drop_path_rate: probability that the last block drops a branch for a training image; it
+            rises linearly from 0 in the first block.
+        num_labels: number of classes; timm's `num_classes` is an alias.
         problem_type: `single_label_classification`, `multi_label_classification` or `regression`;
             by default it is inferred from the first labels, as transformers does.
     """
@@ -280,12 +278,12 @@ class VisionConfig(BlockConfig):
 
     @property
     def grid_size(self) -> int:
-        """Patches along a side."""
+        """Patches per side."""
         return self.image_size // self.patch_size
 
     @property
     def patch_channels(self) -> int:
-        """Numbers in a patch."""
+        """Values per patch."""
         return self.num_channels * self.patch_size**2
 
     @property
@@ -297,7 +295,7 @@ class VisionConfig(BlockConfig):
         return self.class_tokens + self.grid_size**2
 
     def drop_path(self, layer: int) -> float:
-        """The chance that `layer` leaves out a branch."""
+        """Probability that `layer` drops a branch."""
         return self.drop_path_rate * layer / max(1, self.num_hidden_layers - 1)
 
     def __post_init__(self, **others: Any) -> None:

@@ -1,8 +1,8 @@
 """A preallocated KV cache for `generate`.
 
-transformers' `DynamicCache` concatenates, which copies the whole cache for every new token: after a
-thousand tokens that costs as much as reading a quarter of the model. Here only the layers of a
-`DynamicCache` are replaced, so beam search, `crop` and copies work unchanged.
+transformers' `DynamicCache` copies the whole cache for every new token: after a thousand tokens
+that costs as much as reading a quarter of the model. Only the layers of a `DynamicCache` are
+replaced here, so beam search, `crop` and copies work unchanged.
 """
 
 from typing import Any
@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 MIN_SPARE = 64
-"""Tokens allocated beyond the current length, at least, when a buffer is enlarged."""
+"""Minimum number of free tokens after a buffer is enlarged."""
 
 
 class PreallocatedTensor:
-    """A tensor [B, H, T, head_dim] at the start of a buffer that has room for more tokens."""
+    """A tensor [B, H, T, head_dim] stored at the start of a larger buffer."""
 
     def __init__(self, filled: Tensor) -> None:
         self.buffer = filled
@@ -27,9 +27,9 @@ class PreallocatedTensor:
         return self.buffer[..., : self.length, :]
 
     def reserve(self, new: int) -> Tensor:
-        """The buffer, enlarged if it lacks room for `new` more tokens."""
+        """Return the buffer, enlarged if `new` more tokens do not fit."""
         total = self.length + new
-        # Tensors made in inference mode cannot be written to outside of it.
+        # Tensors created in inference mode cannot be written to outside of it.
         frozen = self.buffer.is_inference() and not torch.is_inference_mode_enabled()
         if total <= self.buffer.shape[-2] and not frozen:
             return self.buffer
@@ -40,8 +40,9 @@ class PreallocatedTensor:
         return larger
 
     def append(self, new: Tensor) -> Tensor:
+        """Append tokens and return all of them."""
         if new.dtype != self.buffer.dtype or (new.requires_grad and torch.is_grad_enabled()):
-            # Another dtype, or autograd needs a tensor of its own.
+            # Another dtype, or a tensor that autograd must not see overwritten.
             self.buffer = torch.cat([self.filled, new], dim=-2)
             self.length = self.buffer.shape[-2]
             return self.buffer
@@ -52,7 +53,7 @@ class PreallocatedTensor:
 
 
 def buffer_property(name: str) -> Any:
-    """A property that reads and sets the tensor kept in `PreallocatedLayer.buffers`."""
+    """Return a property for a tensor stored in `PreallocatedLayer.buffers`."""
 
     def get(layer: "PreallocatedLayer") -> Tensor | None:
         buffer = layer.buffers.get(name)
@@ -68,6 +69,8 @@ def buffer_property(name: str) -> Any:
 
 
 class PreallocatedLayer(DynamicLayer):
+    """The keys and values of one layer in preallocated buffers."""
+
     keys = buffer_property("keys")
     values = buffer_property("values")
 
@@ -92,7 +95,7 @@ class PreallocatedLayer(DynamicLayer):
 
 
 def preallocate(cache: Any) -> Any:
-    """Give an empty plain `DynamicCache` preallocated layers; any other cache is left as it is."""
+    """Give an empty `DynamicCache` preallocated layers. Other caches are returned unchanged."""
     plain = type(cache) is DynamicCache and not cache.offloading and cache.get_seq_length() == 0
     if plain and all(type(layer) is DynamicLayer for layer in cache.layers):
         cache.layers = [PreallocatedLayer() for _ in cache.layers]

@@ -1,11 +1,10 @@
-"""Loading model folders: checked before anything is allocated, complete, and without their code.
+"""Loads model folders. They must be complete, and their code is never run.
 
-    model = load_whole(AutoModelForCausalLM, "runs/text/model")
+    model = load_pretrained(AutoModelForCausalLM, "runs/text/model")
 
-transformers initializes weights that it does not find at random; here they are an error. The
-configuration and the headers of the weight files are compared first, which costs milliseconds, and
-local weight files are verified once (`tokenformer.models.checksums`). Every failure is a
-`ModelFolderError` of one line.
+transformers initializes missing weights at random; here they are an error. The configuration and
+the headers of the weight files are compared first, which takes milliseconds, and local weight files
+are verified once (`tokenformer.models.checksums`). Every failure is a one-line `ModelFolderError`.
 """
 
 from collections.abc import Iterable
@@ -25,20 +24,20 @@ from tokenformer.models.weight_files import (
     weight_files,
 )
 
-MOST_NAMED = 12
+MAX_NAMES = 12
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 GENERATION = "generation_config.json"
 
 
 class IncompleteModelError(ModelFolderError):
-    """A folder lacks weights of its model, or has them in another shape."""
+    """A folder has missing weights, or weights of another shape or dtype."""
 
 
-def load_whole(model_class: Any, name: str, *, verify: bool = True, **options: Any) -> Any:
-    """`model_class.from_pretrained`, for a folder or a hub name.
+def load_pretrained(model_class: Any, name: str, *, verify: bool = True, **options: Any) -> Any:
+    """Load a folder or hub name by `model_class.from_pretrained`.
 
-    Code that the folder may bring is never run; without `trust_remote_code=False` transformers
-    would ask on the terminal. `verify=False` skips reading the weights for damage, NaN and inf.
+    `trust_remote_code=False` keeps transformers from asking on the terminal whether to run code in
+    the folder. `verify=False` skips the search of the weights for damage, NaN and inf.
     """
     from transformers.utils import logging
 
@@ -57,7 +56,7 @@ def load_whole(model_class: Any, name: str, *, verify: bool = True, **options: A
         )
     except TokenformerError:
         raise
-    except Exception as error:  # whatever an unsound folder leads transformers to
+    except Exception as error:  # anything transformers raises for a bad folder
         raise ModelFolderError(name, first_line(error)) from error
     finally:
         logging.set_verbosity(verbosity)
@@ -70,16 +69,16 @@ def load_whole(model_class: Any, name: str, *, verify: bool = True, **options: A
 
 
 def load_for_training(model_class: Any, folder: str) -> Any:
-    """In fp32, whatever it was saved in: rates are too small for the steps of half precision, and
-    what is resumed is made anew from the configuration."""
-    model = load_whole(model_class, folder, dtype=torch.float32)
+    """Load a model in fp32, whatever dtype it was saved in: updates at usual learning rates are
+    too small for half precision, and a resumed run builds its model in fp32."""
+    model = load_pretrained(model_class, folder, dtype=torch.float32)
     if getattr(model, "is_quantized", False):
-        raise ValueError(f"{folder} has rounded numbers; begin with the model it was made from")
+        raise ValueError(f"{folder} is quantized to int8; train the model it was quantized from")
     return model
 
 
-def load_tokens(folder: Path, *, verify: bool = True) -> Any:
-    """A TokenFormer from its folder, in eval mode, for commands that work on its tokens."""
+def load_tokenformer(folder: Path, *, verify: bool = True) -> Any:
+    """Load a TokenFormer, in eval mode."""
     from tokenformer.models.configuration import TokenConfig
     from tokenformer.models.model_classes import MODEL_CLASSES
 
@@ -88,11 +87,11 @@ def load_tokens(folder: Path, *, verify: bool = True) -> Any:
     config = load_config(str(folder))
     if not isinstance(config, TokenConfig):
         raise TokenformerError(f"{folder} is a {config.model_type} model, not a TokenFormer")
-    return load_whole(MODEL_CLASSES[type(config)], str(folder), verify=verify).eval()
+    return load_pretrained(MODEL_CLASSES[type(config)], str(folder), verify=verify).eval()
 
 
 def load_config(name: str) -> Any:
-    """The configuration of a model folder or a hub name."""
+    """Load the configuration of a model folder or a hub name."""
     from transformers import AutoConfig
 
     if Path(name).is_dir():
@@ -104,7 +103,7 @@ def load_config(name: str) -> Any:
 
 
 def check_config(folder: Path) -> None:
-    """Refuse what transformers or torch would answer with a traceback."""
+    """Raise an error for values that would make transformers or torch fail with a traceback."""
     found = read_object(folder, "config.json")
     for name in SIZES:
         if name in found and str(found.get("model_type")).startswith("tokenformer"):
@@ -125,8 +124,9 @@ def check_config(folder: Path) -> None:
 
 
 def check_folder(folder: Path, config: Any, *, verify: bool = True) -> None:
-    """Compare a local folder with its configuration before anything is allocated, and verify its
-    weights. Models of other libraries are left to transformers, but for where their files lie."""
+    """Compare the weight files of a folder with its configuration before anything is allocated, and
+    verify them. Models of other libraries are left to transformers, except that their files must be
+    inside the folder."""
     if (folder / GENERATION).exists():
         check_generation(folder)
     if not isinstance(config, BlockConfig):
@@ -150,7 +150,7 @@ def check_generation(folder: Path) -> None:
 
 
 def compare(folder: Path, config: Any, stored: dict[str, StoredTensor]) -> None:
-    """Refuse tensors that are missing, of another shape or not of floating point."""
+    """Raise an error for tensors that are missing or have the wrong shape or dtype."""
     from tokenformer.models.configuration import QUANTIZATION_METHOD
     from tokenformer.models.model_classes import build_on_meta
     from tokenformer.models.quantization import quantize_model
@@ -158,14 +158,14 @@ def compare(folder: Path, config: Any, stored: dict[str, StoredTensor]) -> None:
     quantization = getattr(config, "quantization_config", None) or {}
     method = quantization if isinstance(quantization, dict) else quantization.to_dict()
     if quantization and method.get("quant_method") != QUANTIZATION_METHOD:
-        return  # of another library, with tensors of its own
-    if config.num_hidden_layers > len(stored):  # before building them all
+        return  # another library, with its own tensors
+    if config.num_hidden_layers > len(stored):  # before building all of them
         layers = f"{config.num_hidden_layers:,} layers"
-        raise IncompleteModelError(folder, f"config.json has {layers}, the weights do not")
+        raise IncompleteModelError(folder, f"config.json has {layers}, more than the weights")
     model = build_on_meta(config)
     if quantization:
         quantize_model(model)
-    prefix = f"{model.base_model_prefix}."  # a model without a head is saved without it
+    prefix = f"{model.base_model_prefix}."  # models without a head are saved without the prefix
     found = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
     tied = set(model.all_tied_weights_keys)
     missing, misshaped, mistyped = [], [], []
@@ -182,7 +182,7 @@ def compare(folder: Path, config: Any, stored: dict[str, StoredTensor]) -> None:
 
 
 def same_kind(stored: torch.dtype | None, wanted: torch.dtype) -> bool:
-    """Whether weights may be read as such: floating point as any other floating point."""
+    """Whether stored weights can be loaded as `wanted`: any floating point as any other."""
     if stored is None or not wanted.is_floating_point:
         return stored == wanted
     return stored.is_floating_point
@@ -199,12 +199,12 @@ def refuse_incomplete(
         "of the wrong shape": misshaped,
         "of the wrong dtype": mistyped,
     }
-    if lines := [f"{what} are {shown(keys)}" for what, keys in problems.items() if keys]:
+    if lines := [f"{what} are {join_names(keys)}" for what, keys in problems.items() if keys]:
         raise IncompleteModelError(name, "; ".join(lines))
 
 
-def shown(names: Iterable[str]) -> str:
-    """Names in a line, of many the first."""
+def join_names(names: Iterable[str]) -> str:
+    """Join names, at most MAX_NAMES of them."""
     names = list(names)
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more

@@ -1,8 +1,8 @@
-"""The model card of a saved folder, its README.md: what the model is, how to load it, its history.
+"""The model card (README.md) of a saved folder: what the model is, how to load it, its history.
 
-A card ends with a comment that holds the hash of its text. A card that was edited no longer agrees
-with it, and is never overwritten. The front matter is not part of the text: whatever a user or the
-hub puts there (a license, datasets) is kept.
+A card ends with a comment that contains the hash of its text. An edited card no longer matches it
+and is never overwritten. The front matter is not part of the hash: additions by a user or the hub
+(a license, datasets) are kept.
 """
 
 import hashlib
@@ -20,13 +20,13 @@ STUB = f"{STUB_MODULE}.py"
 HISTORY = "## History"
 MARK = re.compile(r"<!-- tokenformer card, sha256 ([0-9a-f]{64});.*-->\s*\Z", re.DOTALL)
 TEMPLATE = "This model card has been automatically generated"
-"""In the card that transformers uploads for a model without one."""
-MOST_LAYERS = 12
+"""Text in the card that transformers uploads for a model without one."""
+MAX_LAYERS = 12
 
 
 def write_card(folder: Path, config: Any, history: Sequence[str] = ()) -> None:
-    """Write README.md, unless there is one that somebody edited. `history` is a line for each step
-    that led to the model: training, growth, conversion."""
+    """Write README.md, unless it exists and was edited. `history` has a line for each step that led
+    to the model: training, growth, conversion."""
     if is_edited(folder):
         return
     before = read(folder) or ""
@@ -41,7 +41,7 @@ def write_card(folder: Path, config: Any, history: Sequence[str] = ()) -> None:
 
 
 def is_edited(folder: Path) -> bool:
-    """Whether the folder has a card that is not just as it was generated."""
+    """Whether the folder has a card that was edited after it was generated."""
     text = read(folder)
     if text is None or TEMPLATE in text:
         return False
@@ -51,7 +51,7 @@ def is_edited(folder: Path) -> bool:
 
 
 def split(text: str) -> tuple[str, str]:
-    """The front matter of a card with its dashes, which may be empty, and the rest."""
+    """Split a card into its front matter, including the dashes or empty, and the rest."""
     found = re.match(r"---\n.*?\n---(?=\n|\Z)", text, re.DOTALL)
     return ("", text) if found is None else (found[0], text[found.end() :])
 
@@ -61,7 +61,7 @@ def digest(text: str) -> str:
 
 
 def read_history(folder: Path) -> list[str]:
-    """The steps that a card of ours lists, edited or not."""
+    """Return the history in one of our cards, edited or not."""
     text = read(folder) or ""
     _, _, after = (text if MARK.search(text) else "").partition(f"\n{HISTORY}\n")
     section = re.split(r"\n#|\n<!--", after, maxsplit=1)[0]
@@ -76,7 +76,7 @@ def read(folder: Path) -> str | None:
 
 
 def public_name(name: str | Path) -> str:
-    """A model or a corpus as a card may name it: a hub name, or the last parts of a path."""
+    """Return the name of a model or corpus for a card: a hub name, or the last part of a path."""
     path = Path(name)
     if not path.exists():
         return str(name) if len(path.parts) <= 2 and not path.is_absolute() else path.name
@@ -100,8 +100,8 @@ def front_matter(config: Any) -> str:
 
 
 def task(config: Any) -> tuple[str, str, str, str]:
-    """The pipeline, the Auto class, the class that prepares its input, and what the model is."""
-    if not heads(config):
+    """Return the pipeline, the Auto class, the class of its processor, and what the model is."""
+    if not has_head(config):
         return "feature-extraction", "AutoModel", "", "model without a head"
     if isinstance(config, LanguageConfig):
         return "text-generation", "AutoModelForCausalLM", "AutoTokenizer", "language model"
@@ -109,7 +109,7 @@ def task(config: Any) -> tuple[str, str, str, str]:
     return "image-classification", "AutoModelForImageClassification", processor, "image classifier"
 
 
-def heads(config: Any) -> bool:
+def has_head(config: Any) -> bool:
     return not config.architectures or "For" in config.architectures[0]
 
 
@@ -171,9 +171,9 @@ def architecture(config: Any) -> str:
 
 
 def spread(counts: Iterable[int]) -> str:
-    """One number for all layers, or one each."""
+    """Format token counts: one number if all layers agree, else one per layer."""
     found = [f"{count:,}" for count in counts]
     if len(set(found)) == 1:
         return found[0]
-    more = ", ..." if len(found) > MOST_LAYERS else ""
-    return "; ".join(found[:MOST_LAYERS]) + more
+    more = ", ..." if len(found) > MAX_LAYERS else ""
+    return "; ".join(found[:MAX_LAYERS]) + more

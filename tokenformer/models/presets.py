@@ -1,14 +1,14 @@
-"""Every row of the paper's size tables, the released OpenWebText2 pair and the Transformer twins.
+"""Sizes of the paper's tables, the released OpenWebText2 pair and the Transformer baselines.
 
-Plain data, so that a list of names costs no import. `TokenformerConfig.from_preset("124m")` and
-`TransformerConfig.from_preset("354m")` read it.
+Plain data, without heavy imports. Used by `TokenformerConfig.from_preset("124m")` and
+`TransformerConfig.from_preset("354m")`.
 """
 
 from typing import Any
 
 
 def _tokenformer(layers: int, width: int, heads: int, tokens: int, length: int) -> dict[str, Any]:
-    """The feed-forward layer has four times the attention's tokens in every published size."""
+    """In every published size the feed-forward layer has four times the tokens of attention."""
     return {
         "num_hidden_layers": layers,
         "hidden_size": width,
@@ -46,7 +46,7 @@ TOKENFORMER_PRESETS: dict[str, dict[str, Any]] = {
 }
 
 TRANSFORMER_PRESETS: dict[str, dict[str, Any]] = {
-    # The progressive-scaling baselines; the paper's token-token FLOPs fix their widths.
+    # The progressive-scaling baselines; their widths follow from the paper's token-token FLOPs.
     "124m": _transformer(768),
     "354m": _transformer(1408),
     "757m": _transformer(2112),
@@ -72,7 +72,7 @@ def _image_tokens(tokens: int) -> dict[str, Any]:
 
 
 VISION_TRANSFORMER_PRESETS: dict[str, dict[str, Any]] = {
-    # ViT-B/16 and ViT-L/16, which the two sizes with `match` in their names are to match.
+    # ViT-B/16 and ViT-L/16; the TokenFormer sizes named `match` have as many parameters.
     "base": _image_size(12, 768, 12),
     "large": _image_size(24, 1024, 16),
 }
@@ -80,7 +80,7 @@ VISION_TRANSFORMER_PRESETS: dict[str, dict[str, Any]] = {
 VISION_TOKENFORMER_PRESETS: dict[str, dict[str, Any]] = {
     "base-match": VISION_TRANSFORMER_PRESETS["base"] | _image_tokens(576),
     "base": VISION_TRANSFORMER_PRESETS["base"] | _image_tokens(768),
-    # The paper prints 768 feed-forward tokens here, a typo: 3072 make the size that it prints.
+    # The paper prints 768 feed-forward tokens, a typo: its parameter count needs 3072.
     "large-match": VISION_TRANSFORMER_PRESETS["large"] | _image_tokens(768),
     "large": VISION_TRANSFORMER_PRESETS["large"] | _image_tokens(1024),
 }

@@ -42,9 +42,7 @@ class TokenQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **options: Any) -> None:
         placed = options.get("device_map")
         if isinstance(placed, dict) and len(set(placed.values())) > 1:
-            raise ValueError(
-                "an int8 model runs on one device; leave out device_map, or name one"
-            )
+            raise ValueError("an int8 model runs on one device; leave out device_map, or name one")
         if self.pre_quantized:
             quantize_model(model)  # on the meta device: the int8 weights come from the file
         elif not any(isinstance(module, Pattention) for module in model.modules()):

@@ -1,13 +1,13 @@
-"""Makes transformers' Auto classes know our models, without importing transformers for it.
+"""Registers our models with transformers' Auto classes, without importing transformers.
 
-The modules below register their classes when they are imported. But a user who says `import
-tokenformer` and then `AutoModelForCausalLM.from_pretrained(...)` imports none of them, and
-importing them for every `tokenformer --help` would cost seconds. So they are imported right after
-transformers' own auto modules: at once if those are loaded, else by an import hook.
+The modules below register their classes when they are imported. But `import tokenformer` followed
+by `AutoModelForCausalLM.from_pretrained(...)` imports none of them, and importing them for every
+`tokenformer --help` would take seconds. So they are imported right after transformers' own auto
+modules (their triggers): at once if those are loaded, else by an import hook.
 
-`transformers.modeling_layers`, which every model of transformers imports, itself imports the auto
-modules halfway, and ours need it whole. So the followers wait until no leader is half loaded; our
-own backbone, which imports it and which our models import, is a leader for that reason.
+`transformers.modeling_layers`, which every model imports, itself imports the auto modules before it
+is complete, and our modules need it complete. So they wait until no trigger is partially loaded.
+Our backbone, which imports it and which our models import, is a trigger for the same reason.
 """
 
 import importlib
@@ -24,7 +24,7 @@ MODEL_MODULES = (
     "tokenformer.models.vision",
     "tokenformer.models.quantization",
 )
-FOLLOWERS = {
+REGISTERED_AFTER = {
     "transformers.models.auto.configuration_auto": CONFIGURATION_MODULES,
     "transformers.models.auto.modeling_auto": MODEL_MODULES,
     "transformers.modeling_layers": MODEL_MODULES,
@@ -33,10 +33,10 @@ FOLLOWERS = {
 }
 
 
-class _ThenImport(importlib.abc.Loader):
-    """Loads a leader by its own loader, then imports the followers."""
+class _TriggerLoader(importlib.abc.Loader):
+    """Loads a trigger by its own loader, then imports our modules."""
 
-    half_loaded: ClassVar[set[str]] = set()
+    loading: ClassVar[set[str]] = set()
 
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self.loader = loader
@@ -45,36 +45,36 @@ class _ThenImport(importlib.abc.Loader):
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        self.half_loaded.add(module.__name__)
+        self.loading.add(module.__name__)
         try:
             self.loader.exec_module(module)
         finally:
-            self.half_loaded.remove(module.__name__)
-        if not self.half_loaded:
-            _import_followers()
+            self.loading.remove(module.__name__)
+        if not self.loading:
+            _import_triggered()
 
 
-class _AutoModuleFinder(importlib.abc.MetaPathFinder):
+class _TriggerFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name not in FOLLOWERS:
+        if name not in REGISTERED_AFTER:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenImport(spec.loader)
+            spec.loader = _TriggerLoader(spec.loader)
         return spec
 
 
-def _import_followers() -> None:
-    for leader, followers in FOLLOWERS.items():
-        if leader in sys.modules:
-            for follower in followers:
-                importlib.import_module(follower)
+def _import_triggered() -> None:
+    for trigger, modules in REGISTERED_AFTER.items():
+        if trigger in sys.modules:
+            for module in modules:
+                importlib.import_module(module)
 
 
 def register_when_imported() -> None:
-    """Follow those auto modules that are loaded now, and the others when they are."""
-    _import_followers()
-    if not any(isinstance(finder, _AutoModuleFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AutoModuleFinder())
+    """Register with the auto modules that are loaded, and with the others when they are."""
+    _import_triggered()
+    if not any(isinstance(finder, _TriggerFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _TriggerFinder())

@@ -1,12 +1,12 @@
-"""Tensor parallelism over parameter tokens: each process of a mesh has a slice of every layer's.
+"""Tensor parallelism over parameter tokens: each rank of a mesh holds a shard of every layer.
 
-    spread_tokens(model, mesh["tp"])                 # a model in memory, or on the meta device
+    shard_tokens(model, mesh["tp"])                  # a model in memory, or on the meta device
 
     TokenformerForCausalLM.from_pretrained(folder, tp_plan="auto")        # under torchrun
 
-All else of the model is the same on every process, and so are the inputs, the outputs and the
-gradients of what is not spread. The second way is transformers' own, by the plan in the
-configuration; there the embedding and the output head are split along the vocabulary too.
+All other parameters are replicated, as are inputs, outputs and the gradients of replicated
+parameters. The second form uses the plan in the configuration; there transformers also shards the
+embedding and the output head along the vocabulary.
 """
 
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from transformers.modeling_utils import PreTrainedModel
 
 from tokenformer.layers.pattention import Pattention
 from tokenformer.layers.sharded import ShardedPattention
@@ -24,8 +25,8 @@ TOKENS = ("key_tokens", "value_tokens")
 
 
 class TokenParallel(ParallelStyle):
-    """How a Pattention layer is spread, for torch's `parallelize_module` and, by the methods
-    without an underscore, for transformers' plans."""
+    """Shards a Pattention layer, for torch's `parallelize_module` (`_apply`) and for the plans of
+    transformers (the other methods)."""
 
     def __init__(self, *, sum_gradient: bool = True) -> None:
         super().__init__()
@@ -37,17 +38,17 @@ class TokenParallel(ParallelStyle):
         return self.install_forward(module, device_mesh)
 
     def validate_param(self, module: nn.Module, param: str, mesh: Any, **_: Any) -> None:
-        """Any number of tokens can be spread."""
+        """Accept any number of tokens."""
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
-        """Of a tensor that every process has whole, or on the meta device, nothing is sent."""
-        if type(module) is not Pattention:  # such as one whose tokens are in int8
-            raise TypeError(f"only Pattention can be spread over processes, not {module}")
-        if param in TOKENS:  # a learned scale is everyone's
+        """Keep this rank's shard of a full tensor, without communication."""
+        if type(module) is not Pattention:  # for example Int8Pattention
+            raise TypeError(f"only Pattention can be sharded, not {module}")
+        if param in TOKENS:  # a learned scale is replicated
             whole = module.get_parameter(param)
             part = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
-            spread = nn.Parameter(part, requires_grad=whole.requires_grad)
-            module.register_parameter(param, spread)
+            shard = nn.Parameter(part, requires_grad=whole.requires_grad)
+            module.register_parameter(param, shard)
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         module.__class__ = ShardedPattention
@@ -56,8 +57,8 @@ class TokenParallel(ParallelStyle):
 
 
 class SummedInput(ParallelStyle):
-    """For a module all of whose use of its input is by layers without `sum_gradient`: the gradient
-    is summed once for all of them."""
+    """Sums the gradient of a module's input once for all layers that read it with
+    `sum_gradient=False`."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
@@ -67,9 +68,9 @@ class SummedInput(ParallelStyle):
         return module
 
 
-def spread_tokens(model: Any, mesh: DeviceMesh) -> None:
-    """Spread the tokens of every Pattention layer of `model`, a TokenFormer, over a mesh of one
-    dimension, in place."""
+def shard_tokens(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Shard the tokens of every Pattention layer of a TokenFormer over a one-dimensional mesh, in
+    place."""
     shares_input = TokenParallel(sum_gradient=False)
     plan: dict[str, ParallelStyle] = {
         "layers.*.attention": SummedInput(),

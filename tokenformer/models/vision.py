@@ -1,8 +1,8 @@
-"""The image classifiers: TokenFormer and, in the same code, its twin, the Vision Transformer.
+"""The image classifiers: TokenFormer and the Vision Transformer baseline, in the same code.
 
-The blocks are those of the language models, without mask and rotation. Hugging Face's conventions
-hold (`from_pretrained`, Trainer, `pipeline("image-classification")`) and so do timm's
-(`forward_features`, `forward_head`, `num_classes`).
+The blocks are those of the language models, without mask and rotation. The classifiers follow the
+conventions of Hugging Face (`from_pretrained`, Trainer, `pipeline("image-classification")`) and
+timm (`forward_features`, `forward_head`, `num_classes`).
 
     config = TokenformerVisionConfig.from_preset("base")
     model = TokenformerForImageClassification(config)
@@ -45,7 +45,7 @@ class VisionModel(VisionPreTrainedModel):
     """Patch embedding, blocks and final norm, without a head."""
 
     projections: Projections
-    """All in which the models differ."""
+    """Builds the projections, the only difference between TokenFormer and Transformer."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__(config)
@@ -97,12 +97,12 @@ class VisionModelForImageClassification(VisionPreTrainedModel):
         return self.classifier.out_features
 
     def forward_features(self, pixel_values: Tensor) -> Tensor:
-        """All tokens after the final norm, [B, T, d]; a class token is the first."""
+        """Return all tokens after the final norm, [B, T, d]; a class token comes first."""
         features: Tensor = self.model(pixel_values).last_hidden_state
         return features
 
     def forward_head(self, features: Tensor) -> Tensor:
-        """Logits [B, num_classes] of what `forward_features` returns."""
+        """Return logits [B, num_classes] for the output of `forward_features`."""
         pooled = features[:, 0] if self.config.pooling == "class" else features.mean(1)  # [B, d]
         logits: Tensor = self.classifier(pooled)
         return logits
@@ -111,8 +111,8 @@ class VisionModelForImageClassification(VisionPreTrainedModel):
     def forward(
         self, pixel_values: Tensor, labels: Tensor | None = None, **options: Any
     ) -> ImageClassifierOutput:
-        """`labels` are classes [B], values [B, num_classes] or several classes per image
-        [B, num_classes], according to `config.problem_type`; see `classification_loss`."""
+        """`labels` are classes [B], or values or several classes per image [B, num_classes],
+        according to `config.problem_type`; see `classification_loss`."""
         outputs = self.model(pixel_values, **options)
         logits = self.forward_head(outputs.last_hidden_state)
         loss = (
@@ -133,9 +133,9 @@ class VisionModelForImageClassification(VisionPreTrainedModel):
         **options: Any,
     ) -> Tensor:
         """The loss of `config.problem_type`, as in transformers' ViT: cross-entropy, binary
-        cross-entropy or squared error. Where it is None it is inferred from the first labels and
-        stored: regression with one label, otherwise single-label for integers and multi-label for
-        floats. A single-label problem also takes distributions over the classes, as mixup makes.
+        cross-entropy or squared error. If None, it is inferred from the first labels and stored:
+        regression with one label, otherwise single-label for integers and multi-label for floats.
+        Single-label problems also accept probabilities over the classes, as from mixup.
 
         `num_items_in_batch` counts the labels of all batches of an optimizer step (Trainer gives
         it when it accumulates gradients); the loss is then this batch's share of their mean.
@@ -160,7 +160,7 @@ class TokenformerVisionModel(VisionModel):
 
 
 class TokenformerForImageClassification(VisionModelForImageClassification):
-    """A Vision Transformer whose every projection is Pattention, with a linear classifier."""
+    """A Vision Transformer with Pattention projections and a linear classifier."""
 
     config: TokenformerVisionConfig
     backbone = TokenformerVisionModel

@@ -1,6 +1,6 @@
-"""The weight files of a model folder and their headers: names, dtypes and shapes of all tensors.
+"""The weight files of a model folder, and the names, dtypes and shapes in their headers.
 
-Reading the headers costs milliseconds and no memory, so a folder is checked before a model is
+Reading the headers takes milliseconds and no memory, so a folder is checked before a model is
 built.
 """
 
@@ -32,7 +32,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The dtypes of the safetensors format that a model of ours can meet."""
+"""Dtypes of the safetensors format that our models may contain."""
 
 
 class ModelFolderError(TokenformerError):
@@ -48,7 +48,7 @@ class StoredTensor:
 
     file: Path
     dtype: str
-    """In the spelling of the safetensors format: F32, BF16, ..."""
+    """As safetensors writes it: F32, BF16, ..."""
     shape: tuple[int, ...]
 
     @property
@@ -57,7 +57,7 @@ class StoredTensor:
 
 
 def read_object(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON file of a model folder that must hold an object."""
+    """Read a JSON file of a model folder, which must be an object."""
     try:
         found = json.loads((folder / name).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -73,7 +73,7 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model, as transformers picks them: one file, or the shards of an
+    """Return the safetensors files that transformers would load: one file, or the shards of an
     index."""
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
@@ -86,10 +86,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def remove_stale_weights(folder: Path) -> None:
-    """After transformers saved a model: remove the weights of an earlier save in the other form.
+    """Remove the weights of an earlier save: a single file, or shards with an index.
 
-    transformers would load a single file that was left beside newer shards. It deletes the shards
-    of an earlier save itself, so where those of the index are complete they are the new ones.
+    transformers would load an old single file in place of newer shards. It deletes old shards
+    itself, so if the shards of the index are complete, they are the new weights.
     """
     if not ((folder / WEIGHTS).exists() and (folder / INDEX).exists()):
         return
@@ -102,12 +102,12 @@ def remove_stale_weights(folder: Path) -> None:
 
 
 def indexed_files(folder: Path) -> list[Path]:
-    """The shards that a weight index names, all of which must lie in the folder."""
+    """Return the shards in a weight index. All must be inside the folder."""
     weight_map = read_object(folder, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelFolderError(folder, f"{INDEX} has no weight_map")
     root = folder.resolve()
-    if root.parent.name == "snapshots":  # of the hub's cache, whose files are links to blobs/
+    if root.parent.name == "snapshots":  # the hub cache, whose files link to blobs/
         root = root.parent.parent
     files = []
     for name in sorted({str(name) for name in weight_map.values()}):
@@ -121,7 +121,7 @@ def indexed_files(folder: Path) -> list[Path]:
 
 
 def read_headers(folder: Path, files: list[Path]) -> dict[str, StoredTensor]:
-    """Every tensor of these files, by name."""
+    """Return every tensor of these files, by name."""
     stored: dict[str, StoredTensor] = {}
     for file in files:
         try:

@@ -1,4 +1,4 @@
-"""AdamW with its parameters in groups: decay on matrices alone, rates and freezing by name."""
+"""AdamW with parameter groups: weight decay on matrices only, learning rates by name pattern."""
 
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,9 +13,10 @@ from tokenformer.train.parallel.mesh import group_by_mesh, mesh_of
 
 
 def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.Optimizer:
-    """The optimizer of `model`. Each group carries `rate_factor`, by which `set_rate` multiplies.
+    """Return the optimizer of `model`. `set_rate` multiplies the learning rate by each group's
+    `rate_factor`.
 
-    Parameters whose rate is 0 are frozen: they need no gradient and get no decay.
+    Parameters of rate 0 are frozen: they get no gradient and no weight decay.
     """
     groups: dict[tuple[float, bool, Any], list[nn.Parameter]] = {}
     names = [name for name, _ in model.named_parameters()]
@@ -30,7 +31,7 @@ def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.O
             kind = (rate, parameter.ndim >= 2, mesh_of(parameter))
             groups.setdefault(kind, []).append(parameter)
     if not groups:
-        raise ValueError(f"rates={options.rates} freeze every parameter; nothing is left to train")
+        raise ValueError(f"rates={options.rates} freeze every parameter; leave one to train")
     return torch.optim.AdamW(
         [
             {
@@ -48,8 +49,8 @@ def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.O
 
 
 def first_scales(model: nn.Module) -> dict[str, float]:
-    """What learned scales begin with. AdamW moves every number by about the rate; a scale is in the
-    hundreds or thousands, and is to move by that share of itself."""
+    """Return the initial values of learned scales, as factors on their learning rate: AdamW moves
+    every number by about the rate, but a scale is in the hundreds or thousands."""
     return {
         f"{name}.scale_tokens": module.initial_scale
         for name, module in model.named_modules()
@@ -71,7 +72,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def clip_gradients(model: nn.Module, limit: float) -> float:
-    """Shorten the gradient of all parameters together to `limit`; returns its norm before."""
+    """Clip the global gradient norm to `limit`; return the norm before."""
     groups = group_by_mesh(p for p in model.parameters() if p.grad is not None)
     norms = []
     for group in groups:

@@ -33,7 +33,7 @@ from tokenformer.growth.model_from_tensors import ModelT
 from tokenformer.growth.parameter_mapping import NEW, extended_index
 from tokenformer.growth.tokens.rewrite import TokenRewrite
 from tokenformer.growth.tokens.token_counts import (
-    Place,
+    LayerProjection,
     TokenCounts,
     config_with_tokens,
     target_token_counts,
@@ -120,13 +120,11 @@ class TokenGrowth(TokenRewrite):
         """Arguments of `report`."""
         return {"method": "tokens", "init": self.init, "scale": self.scale_policy}
 
-    def grow_layer(self, layer: str, place: Place, before: TokenSet) -> Replacement:
-        size, (_, module) = self.target[place], self.layers[layer]
+    def grow_layer(self, layer: str, projection: LayerProjection, before: TokenSet) -> Replacement:
+        size, (_, module) = self.target[projection], self.layers[layer]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(named_seed(self.seed, layer))
-            new = INITIALIZERS[self.init](
-                before, size, InitStd(*self.larger.token_deviations(module))
-            )
+            new = INITIALIZERS[self.init](before, size, InitStd(*self.larger.token_stds(module)))
         if self.scale_policy == "current":
             tokens = TokenSet(new.tokens.keys, new.tokens.values, float(size))
             return Replacement(tokens, new.rows, new.value_scale)
@@ -231,7 +229,7 @@ def check_options(config: TokenConfig, sizes: TokenCounts, init: str, scale: str
         )
     if config.theta == "softmax":
         before = token_counts(config)
-        whole = all(size % before[place] == 0 for place, size in sizes.items())
+        whole = all(size % before[projection] == 0 for projection, size in sizes.items())
         if init == "zero" or (init == "clone" and not whole):
             raise ValueError(
                 "with softmax a token with a zero key still has weight, so adding it changes the "
@@ -240,4 +238,4 @@ def check_options(config: TokenConfig, sizes: TokenCounts, init: str, scale: str
 
 
 def has_frozen_tokens(config: TokenConfig) -> bool:
-    return any(0 in (config.row_rates(*place) or []) for place in token_counts(config))
+    return any(0 in (config.row_rates(*projection) or []) for projection in token_counts(config))
