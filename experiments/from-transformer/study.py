@@ -25,9 +25,9 @@ import transformers
 from torch import Tensor, nn
 
 import tokenformer
-from tokenformer.convert.pretrained.distillation import distil
+from tokenformer.convert.pretrained.distillation import distill_model
 from tokenformer.convert.pretrained.from_transformer import from_transformer
-from tokenformer.convert.pretrained.source_comparison import compare
+from tokenformer.convert.pretrained.source_comparison import compare_with_source
 from tokenformer.data.batches import fixed_batches
 from tokenformer.data.byte_tokenizer import END_OF_TEXT, VOCAB_SIZE
 from tokenformer.data.standard_library import standard_library
@@ -112,7 +112,7 @@ class Study:
         return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
 
     def report(self, kind: str, name: str, source: Any, model: Any, **more: Any) -> None:
-        comparison = compare(source, model, self.measured)
+        comparison = compare_with_source(source, model, self.measured)
         row = {
             "kind": kind,
             "name": name,
@@ -130,7 +130,7 @@ class Study:
     def distill(self, kind: str, name: str, source: Any, model: Any, rate: float) -> None:
         student = copy.deepcopy(model)
         texts = (self.train_tokens, self.held_out)
-        distil(student, source, *texts, steps=self.more, length=LENGTH, learning_rate=rate)
+        distill_model(student, source, *texts, steps=self.more, length=LENGTH, learning_rate=rate)
         self.report(kind, f"{name}, distilled", source, student)
 
     def continue_training(self, kind: str, name: str, source: Any, model: Any, rate: float) -> None:
