@@ -16,6 +16,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).parent.parent
 FAMILIES = ("tokenformer", "transformer")
+# Under nohup, or in the background of a shell, SIGINT is ignored, here and in every child process.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 LONGEST, LONGEST_SLOW = 1800, 5400  # seconds that a test may take on a busy machine
 
 
