@@ -68,30 +68,39 @@ def closest_path(path: Path) -> Path | None:
 def check_hub(name: str, kind: str = "model") -> None:
     """Raise `NameNotFoundError` unless the hub or its local cache has `name`.
 
-    `kind` is model or dataset. There is one request: transformers and datasets would retry for a
-    minute.
+    `kind` is model or dataset.
     """
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub import errors as hub
+    from huggingface_hub import constants
 
     cached = f"{kind}s--{name.replace('/', '--')}"
     if (Path(constants.HF_HUB_CACHE) / cached / "snapshots").is_dir():
         return
-    try:
-        HfApi().repo_info(name, repo_type=kind, timeout=HUB_SECONDS)
+    reason = ask_hub(name, kind)
+    if reason is None:
         return
-    except hub.HFValidationError:
-        reason = "not a valid name there"
-    except hub.RepositoryNotFoundError:
-        reason = "not found; a private one needs HF_TOKEN"
-    except hub.OfflineModeIsEnabled:
-        reason = "not asked: offline mode is on"
-    except hub.HfHubHTTPError as error:
-        reason = f"it answered with status {error.response.status_code}"
-    except Exception:  # whatever its HTTP library raises
-        reason = "could not connect"
     near = closest_path(expand_user(name))
     hint = f"; did you mean {near}?" if near else ""
     raise NameNotFoundError(
         f"{name} is neither a folder here nor a {kind} on the hub ({reason}){hint}"
     )
+
+
+def ask_hub(name: str, kind: str = "model") -> str | None:
+    """Return None if the hub has `name`, else why not. There is one request: transformers and
+    datasets would retry for a minute."""
+    from huggingface_hub import HfApi
+    from huggingface_hub import errors as hub
+
+    try:
+        HfApi().repo_info(name, repo_type=kind, timeout=HUB_SECONDS)
+    except hub.HFValidationError:
+        return "not a valid name there"
+    except hub.RepositoryNotFoundError:
+        return "not found; a private one needs HF_TOKEN"
+    except hub.OfflineModeIsEnabled:
+        return "not asked: offline mode is on"
+    except hub.HfHubHTTPError as error:
+        return f"it answered with status {error.response.status_code}"
+    except Exception:  # whatever its HTTP library raises
+        return "could not connect"
+    return None

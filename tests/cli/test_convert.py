@@ -14,8 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2Config
 
 import tokenformer
-from tests.convert.released_model import CONFIG, make_state, released_logits
-from tests.convert.test_state_dict import Trap
+from tests.support.conversion import CONFIG, CodeOnUnpickle, make_state, released_logits
 from tokenformer.cli import main
 from tokenformer.data.byte_tokenizer import END_OF_TEXT, VOCAB_SIZE, byte_tokenizer
 
@@ -39,7 +38,7 @@ def test_a_folder_becomes_a_model_and_says_what_it_lacks(home, capsys):
     told = capsys.readouterr().out.splitlines()
     assert told[0] == ("released: 3 layers of width 64, 4 heads, 56,256 parameters in float32")
     assert told[1].startswith("no tokenizer found: give --tokenizer FILE")
-    assert told[2] == "Kept in ours"
+    assert told[2] == "Saved to ours"
     model = AutoModelForCausalLM.from_pretrained("ours").double()
     ids = torch.arange(40)
     expected = released_logits(make_state(), ids)
@@ -105,7 +104,7 @@ def misfits(tmp_path_factory):
     torch.save(state, folder / "released" / "pytorch_model.bin")
     (folder / "released" / "config.json").write_text(json.dumps(CONFIG))
     torch.save(state, folder / "bare.bin")
-    torch.save({"a": torch.ones(2), "b": Trap(folder / "it-ran")}, folder / "trap.bin")
+    torch.save({"a": torch.ones(2), "b": CodeOnUnpickle(folder / "it-ran")}, folder / "trap.bin")
     (folder / "torn.bin").write_bytes((folder / "bare.bin").read_bytes()[:9000])
     torch.save([1], folder / "list.bin")
     del state["sequential.6.norm.weight"]
@@ -134,9 +133,9 @@ def misfits(tmp_path_factory):
         ("released", "--out is missing"),
         ("released --out released", "--out released is in use"),
         ("released --to neox --out new", "--to neox is unknown; choose released or tokenformer"),
-        ("released --to released --out new", "--to released is not for a source of kind released"),
-        ("released --num_attention_heads 8 --out new", "but config.json says 4"),
-        ("released --weights last --out new", "--weights last is not for a source of kind"),
+        ("released --to released --out new", "does not apply to a source of kind released"),
+        ("released --num_attention_heads 8 --out new", "but config.json has 4"),
+        ("released --weights last --out new", "--weights last does not apply to a source of kind"),
         ("bare.bin --out new", "give --num_attention_heads"),
         ("bare.bin --num_attention_heads 5 --out new", "must be a multiple of num_attention_he"),
         ("bare.bin --num_attention_heads 64 --out new", "it must be an even number"),
@@ -145,13 +144,13 @@ def misfits(tmp_path_factory):
         ("released --tokenizer bytes --out new", "bytes has 257 ids, the model a vocabulary of 61"),
         ("absent.bin --out new", "absent.bin does not exist"),
         ("./absent --out new", "./absent does not exist"),
-        ("trap.bin --out new", "trap.bin is refused: it asks for posix.symlink"),
-        ("torn.bin --out new", "torn.bin is torn, or not a checkpoint"),
+        ("trap.bin --out new", "trap.bin is refused: it contains posix.symlink"),
+        ("torn.bin --out new", "torn.bin is truncated or not a checkpoint"),
         ("list.bin --out new", "list.bin holds a list, not a state dict"),
-        ("short.bin --out new", "short.bin: missing are sequential.6.norm.weight"),
+        ("short.bin --out new", "short.bin: missing: sequential.6.norm.weight"),
         ("pieces --out new", "python -m deepspeed.utils.zero_to_fp32"),
-        ("gpt2 --to released --out new", "--to released is not for a source of kind gpt2"),
-        ("ours --out new", "--to tokenformer is not for a source of kind tokenformer"),
+        ("gpt2 --to released --out new", "--to released does not apply to a source of kind gpt2"),
+        ("ours --out new", "--to tokenformer does not apply to a source of kind tokenformer"),
         (
             "damaged --to released --out new",
             "damaged cannot be loaded: missing are model.layers.0.ffn.key_tokens",
@@ -195,7 +194,7 @@ def test_a_name_of_the_hub_is_taken_from_its_cache(home):
         timeout=300,
     )
     assert done.returncode == 2
-    assert "Kept in ours" in done.stdout
+    assert "Saved to ours" in done.stdout
     assert AutoTokenizer.from_pretrained("ours")("a").input_ids == [97]
     assert done.stderr == (
         "tokenformer convert: Haiyang-W/TokenFormer-900M is neither a file or folder here nor to "

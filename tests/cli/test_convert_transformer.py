@@ -36,7 +36,7 @@ def shelf(tmp_path_factory):
         "llama": transformers.LlamaForCausalLM(
             transformers.LlamaConfig(**SHAPE, intermediate_size=24, num_key_value_heads=2)
         ),
-        "twin": tokenformer.TransformerForCausalLM(tokenformer.TransformerConfig(**SHAPE)),
+        "baseline": tokenformer.TransformerForCausalLM(tokenformer.TransformerConfig(**SHAPE)),
         "opt": transformers.OPTForCausalLM(
             transformers.OPTConfig(
                 vocab_size=61, hidden_size=32, num_hidden_layers=1, ffn_dim=32,
@@ -85,7 +85,7 @@ def test_a_folder_becomes_one_of_ours_with_tokenizer_generation_and_report(home,
     told = capsys.readouterr().out
     assert told.startswith("gpt2: ")
     assert "model.layers.*.attention.o" in told
-    assert told.endswith("Kept in ours\n")
+    assert told.endswith("Saved to ours\n")
     model = transformers.AutoModelForCausalLM.from_pretrained("ours").eval()
     source = transformers.AutoModelForCausalLM.from_pretrained("gpt2").eval()
     assert isinstance(model, tokenformer.TokenformerForCausalLM)
@@ -105,7 +105,7 @@ def test_without_a_tokenizer_it_succeeds_and_says_so(home, capsys):
     run("convert bare --out ours")
     assert capsys.readouterr().out.endswith(
         "\nno tokenizer found: give --tokenizer FILE, or copy its files into the folder\n"
-        "Kept in ours\n"
+        "Saved to ours\n"
     )
 
 
@@ -172,28 +172,28 @@ def test_prepared_text_serves_and_our_own_twin_is_a_source(home, capsys):
     for place in range(20):
         (home / "texts" / f"{place}.txt").write_text("\n".join(lines[place::20]))
     run("prepare texts --out shards --validation 0.2")
-    run("convert twin --out ours --data shards")
+    run("convert baseline --out ours --data shards")
     assert "tokenformer_transformer: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("llama --out new", "--data is missing: RMS norms and gated networks are fitted on text"),
+        ("llama --out new", "--data is missing: RMS norms and gated MLPs are fitted to text"),
         ("gpt2 --out new --data short.txt", "--data short.txt is too short"),
         ("gpt2 --out new --data absent.txt", "--data absent.txt: it cannot be read"),
         ("gpt2 --out new --data gpt2", "--data gpt2: gpt2 holds no prepared corpus"),
-        ("gpt2 --out new --steps 5", "--steps 5 is for --distill DATA"),
+        ("gpt2 --out new --steps 5", "--steps 5 needs --distill DATA"),
         ("gpt2 --out new --distill text.txt --steps 0", "--steps 0 must be at least 1"),
-        ("gpt2 --out new --distill text.txt --linear shift", "shift is not for --distill"),
+        ("gpt2 --out new --distill text.txt --linear shift", "shift cannot be distilled"),
         ("gpt2 --out new --linear thirds", "linear='thirds' is unknown; choose one of pair, shift"),
-        ("gpt2 --out new --weights last", "--weights last is not for a source of kind gpt2"),
+        ("gpt2 --out new --weights last", "--weights last does not apply to a source of kind gpt2"),
         ("torn --out new", "torn cannot be loaded: missing are transformer.h.1.mlp.c_fc.weight"),
         (
             "bent --out new",
             "of the wrong shape are transformer.h.1.mlp.c_fc.weight [3, 4] for [32, 128]",
         ),
-        ("opt --out new", "kind opt; what can be converted is released, "),
+        ("opt --out new", "kind opt; supported kinds are released, "),
     ],
 )
 def test_refusals_are_one_line_and_leave_nothing(home, capsys, arguments, told):
@@ -207,7 +207,7 @@ def test_refusals_are_one_line_and_leave_nothing(home, capsys, arguments, told):
 
 
 def test_the_command_knows_every_architecture_that_the_converter_knows():
-    from tokenformer.convert.pretrained.architectures import FRAMES
+    from tokenformer.convert.pretrained.architectures import ARCHITECTURES
 
     known = {kind for (kind, _), entry in CONVERSIONS.items() if entry is PRETRAINED}
-    assert known == set(FRAMES)
+    assert known == set(ARCHITECTURES)

@@ -7,15 +7,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tokenformer
-from tests.growth.test_tokens import trained
-from tests.growth.test_transformer import trained as trained_transformer
+from tests.support.growth import trained_tokenformer, trained_transformer
 from tokenformer.cli import main
 from tokenformer.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
 
 
 @pytest.fixture
 def folder(tmp_path, make_config):
-    model, _ = trained(make_config, vocab_size=VOCAB_SIZE)
+    model, _ = trained_tokenformer(make_config, vocab_size=VOCAB_SIZE)
     model.save_pretrained(tmp_path / "small")
     byte_tokenizer().save_pretrained(tmp_path / "small")
     return tmp_path / "small"
@@ -34,7 +33,7 @@ def test_a_folder_grows_exactly_with_its_tokenizer(folder, tmp_path, capsys, sha
     out = tmp_path / "large"
     sizes = ["--qkv_tokens", "90", "--output_tokens", "90", "--ffn_tokens", "360"]
     main(["grow", str(tmp_path / "sharded"), *sizes, "--out", str(out)])
-    assert "Kept in" in capsys.readouterr().out
+    assert "Saved to" in capsys.readouterr().out
     assert torch.allclose(logits(out), logits(folder), atol=1e-5)
     assert AutoTokenizer.from_pretrained(out)("grow")["input_ids"] == list(b"grow")
     report = json.loads((out / "growth.json").read_text())

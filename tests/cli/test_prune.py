@@ -136,7 +136,7 @@ def test_other_tokenizers_shapes_and_vocabularies_are_told(home, monkeypatch, ca
     tokenizer.write_text(tokenizer.read_text() + "\n")
     with pytest.raises(SystemExit):
         run(home, monkeypatch, "merge", "small", "grown", "--out", "new")
-    assert "models of different tokenizers" in capsys.readouterr().err
+    assert "models with different tokenizers" in capsys.readouterr().err
     assert not (home / "new").exists()
 
 

@@ -1,4 +1,4 @@
-"""Released checkpoints become models of ours that compute the same, and go back to the last bit."""
+"""Released checkpoints convert to equivalent models and back, bit for bit."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tokenformer
-from tests.convert.released_model import CONFIG, HEADS, VOCABULARY, make_state, released_logits
+from tests.support.conversion import CONFIG, HEADS, VOCABULARY, make_state, released_logits
 from tokenformer.convert.released import (
     convert_released,
     convert_to_released,
@@ -217,37 +217,37 @@ def without(*names: str) -> dict[str, Tensor]:
     [
         (
             without("sequential.6.norm.bias", "sequential.3.mlp.value_param_tokens"),
-            r"missing are sequential.3.mlp.value_param_tokens, sequential.6.norm.bias$",
+            r"missing: sequential.3.mlp.value_param_tokens, sequential.6.norm.bias$",
         ),
         (
             {**make_state(), "sequential.7.final_linear.weight": torch.ones(3, 3)},
-            r"of no known place are sequential.7.final_linear.weight$",
+            r"unknown: sequential.7.final_linear.weight$",
         ),
         (
             {**make_state(), "sequential.4.attention.key.value_param_tokens": torch.ones(24, 63)},
-            r"wrong shape are sequential.4.attention.key.value_param_tokens \[24, 63\] for "
+            r"wrong shape: sequential.4.attention.key.value_param_tokens \[24, 63\], expected "
             r"\[24, 64\]$",
         ),
         (
             {**make_state(), "sequential.6.norm.bias": torch.ones(64).half()},
-            r"another type than the embedding's torch.float32 are sequential.6.norm.bias "
+            r"dtype differs from the embedding's torch.float32: sequential.6.norm.bias "
             r"torch.float16$",
         ),
         ({n: t.int() for n, t in make_state().items()}, "is torch.int32, not floating point$"),
-        (without(EMBEDDING), f"missing, or no matrices, are {EMBEDDING}$"),
+        (without(EMBEDDING), f"missing or not matrices: {EMBEDDING}$"),
         (
             {f"module.{n}" if n == EMBEDDING else n: t for n, t in make_state().items()},
-            f"missing, or no matrices, are {EMBEDDING}$",
+            f"missing or not matrices: {EMBEDDING}$",
         ),
-        ({**make_state(), EMBEDDING: torch.ones(64)}, f"or no matrices, are {EMBEDDING}$"),
+        ({**make_state(), EMBEDDING: torch.ones(64)}, f"or not matrices: {EMBEDDING}$"),
         (
             {**make_state(), "sequential.999999999999.mlp.key_param_tokens": torch.ones(2, 2)},
-            "of no known place are sequential.999999999999.mlp.key_param_tokens$",
+            "unknown: sequential.999999999999.mlp.key_param_tokens$",
         ),
         ({"model.embed_tokens.weight": torch.ones(3, 4)}, "its keys are model.embed_tokens.weight"),
         (
             {f"{name}.b" if "mlp" in name else name: t for name, t in make_state().items()},
-            "or no matrices, are sequential.2.mlp.key_param_tokens, sequential.3.mlp.key_param",
+            "or not matrices: sequential.2.mlp.key_param_tokens, sequential.3.mlp.key_param",
         ),
     ],
 )
@@ -262,10 +262,16 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, state, told):
     [
         ({"num_layers": 4}, "config.json has num_layers 4, the tensors have 3"),
         ({"ffn_slot_num": 45}, "config.json has ffn_slot_num 45, the tensors have 44"),
-        ({"norm": "rmsnorm"}, "config.json has norm 'rmsnorm'; only 'layernorm_nonparam' is known"),
-        ({"pos_emb": "none"}, "config.json has pos_emb 'none'; only 'rotary' is known"),
+        (
+            {"norm": "rmsnorm"},
+            "config.json has norm 'rmsnorm'; only 'layernorm_nonparam' is supported",
+        ),
+        ({"pos_emb": "none"}, "config.json has pos_emb 'none'; only 'rotary' is supported"),
         ({"no_weight_tying": True}, "config.json has no_weight_tying True"),
-        ({"norm_activation_type": "relu"}, "norm_activation_type 'relu'; known are l2_norm_gelu"),
+        (
+            {"norm_activation_type": "relu"},
+            "norm_activation_type 'relu'; supported are l2_norm_gelu",
+        ),
     ],
 )
 def test_a_config_of_another_model_is_refused(tmp_path, config, told):

@@ -1,4 +1,4 @@
-"""What a source is, told from its files; DeepSpeed's pieces are sent to DeepSpeed."""
+"""Finding the kind of a source from its files; DeepSpeed shards are refused with a hint."""
 
 import json
 
@@ -45,7 +45,7 @@ def test_a_run_is_its_model_and_a_file_has_a_folder(tmp_path):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("empty", "holds no model: neither a pytorch_model.bin, nor"),
+        ("empty", "no model in .*: neither a pytorch_model.bin, nor"),
         ("absent.bin", "absent.bin does not exist"),
         ("listed", "config.json is not a JSON object"),
         ("broken", "config.json cannot be read"),
@@ -96,5 +96,5 @@ def test_a_file_named_latest_is_not_followed_outside(tmp_path):
     make(tmp_path / "elsewhere", *PIECES[0])
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "latest").write_text("../elsewhere")
-    with pytest.raises(ConversionError, match="holds no model"):
+    with pytest.raises(ConversionError, match="no model in"):
         find_source(str(tmp_path / "here"))

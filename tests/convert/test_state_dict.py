@@ -1,7 +1,6 @@
-"""Pickles from elsewhere: tensors are read from them, code is not run, the rest is told."""
+"""Reading untrusted pickles: tensors are read, code is not run, other files are refused."""
 
 import json
-import os
 import pickle
 import zipfile
 from pathlib import Path
@@ -9,24 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.conversion import CodeOnUnpickle
 from tokenformer.convert.state_dict import read_state_dict
 from tokenformer.errors import ConversionError
-
-
-class Trap:
-    """Unpickled as usual, it makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, tuple[str, str]]:
-        return os.symlink, ("nowhere", str(self.path))
 
 
 @pytest.mark.parametrize("kind", ["zip", "old", "bare"])
 def test_a_pickle_that_would_run_code_is_refused(tmp_path, kind):
     file, mark = tmp_path / "pytorch_model.bin", tmp_path / "it-ran"
-    content = {"sequential.0.word_embeddings.weight": torch.ones(2, 2), "x": Trap(mark)}
+    content = {"sequential.0.word_embeddings.weight": torch.ones(2, 2), "x": CodeOnUnpickle(mark)}
     if kind == "bare":
         file.write_bytes(pickle.dumps(content))
     else:
@@ -58,12 +48,12 @@ def other_zip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (torn, "is torn, or not a checkpoint"),
-        (torn_old, "is torn, or not a checkpoint"),
-        (other_zip, "is torn, or not a checkpoint"),
-        (lambda path: path.write_bytes(b""), "is torn, or not a checkpoint"),
-        (lambda path: path.write_text("text"), "is torn, or not a checkpoint"),
-        (lambda path: torch.save(torch.nn.Linear(2, 2), path), "it asks for torch.nn"),
+        (torn, "is truncated or not a checkpoint"),
+        (torn_old, "is truncated or not a checkpoint"),
+        (other_zip, "is truncated or not a checkpoint"),
+        (lambda path: path.write_bytes(b""), "is truncated or not a checkpoint"),
+        (lambda path: path.write_text("text"), "is truncated or not a checkpoint"),
+        (lambda path: torch.save(torch.nn.Linear(2, 2), path), "it contains torch.nn"),
         (lambda path: torch.save([1, 2], path), "holds a list, not a state dict"),
         (lambda path: torch.save(torch.ones(2), path), "holds a Tensor, not a state dict"),
         (lambda path: torch.save({}, path), "holds nothing, not a state dict"),
@@ -100,8 +90,8 @@ def test_what_is_no_state_dict_is_told_in_a_line(tmp_path, make, told):
     [
         ({"weight_map": {"a": "../secret.bin"}}, "names a file outside the folder: ../secret.bin"),
         ({"weight_map": {"a": "part.bin"}}, "names part.bin, which is missing"),
-        ({"weight_map": 3}, "is not the index of a model in several files"),
-        ([], "is not the index of a model in several files"),
+        ({"weight_map": 3}, "is not the index of a sharded model"),
+        ([], "is not the index of a sharded model"),
     ],
 )
 def test_an_index_that_leads_nowhere_is_told(tmp_path, index, told):

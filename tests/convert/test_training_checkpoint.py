@@ -1,4 +1,4 @@
-"""A checkpoint of a real run becomes what the run itself exports."""
+"""A checkpoint of a run converts to the same model that the run exports."""
 
 import json
 import shutil
@@ -75,7 +75,7 @@ def test_a_checkpoint_of_a_run_on_images(tmp_path, capsys):
     step = run / "checkpoints" / "step-00000002"
     with pytest.raises(SystemExit):
         main(["convert", str(step), "--out", str(tmp_path / "x"), "--tokenizer", "bytes.json"])
-    assert "--tokenizer bytes.json is not for a model of images" in capsys.readouterr().err
+    assert "--tokenizer bytes.json does not apply to an image classifier" in capsys.readouterr().err
     main(["convert", str(step), "--out", str(tmp_path / "beside")])
     assert f"image processor from {run / 'model' / 'preprocessor_c'}" in capsys.readouterr().out
     (run / "model").rename(tmp_path / "exported")
@@ -127,8 +127,11 @@ def test_a_checkpoint_away_from_its_run_has_no_tokenizer(home, tmp_path, capsys)
     [
         (["--weights", "average"], "--weights average: the run kept no average"),
         (["--weights", "first"], "--weights first is unknown; choose average or last"),
-        (["--num_attention_heads", "4"], "--num_attention_heads 4 is not for a source of kind"),
-        (["--to", "released"], "--to released is not for a source of kind checkpoint"),
+        (
+            ["--num_attention_heads", "4"],
+            "--num_attention_heads 4 does not apply to a source of kind",
+        ),
+        (["--to", "released"], "--to released does not apply to a source of kind checkpoint"),
     ],
 )
 def test_options_that_do_not_fit_are_told(home, tmp_path, capsys, options, told):

@@ -1,10 +1,8 @@
-"""A model that has read something: what pruning and joining lose cannot be seen on noise."""
+"""Text, and models trained on it: what pruning and merging lose only shows in a trained model."""
 
 from typing import Any
 
 import pytest
-
-LENGTH = 64
 
 
 @pytest.fixture(scope="session")
@@ -18,15 +16,16 @@ def text() -> Any:
 
 
 @pytest.fixture(scope="session")
-def reader(text: Any) -> Any:
-    """reader(theta): a TokenFormer after some seconds of training on the first nine tenths."""
+def text_model(text: Any) -> Any:
+    """text_model(theta): a TokenFormer after some seconds of training on the first nine tenths."""
     import torch
 
     import tokenformer
+    from tests.support.growth import TEXT_LENGTH, train_on_text
 
     made: dict[str, Any] = {}
 
-    def read(theta: str = "l2_gelu", steps: int = 150) -> Any:
+    def make(theta: str = "l2_gelu", steps: int = 150) -> Any:
         if theta not in made:
             torch.manual_seed(0)
             config = tokenformer.TokenformerConfig(
@@ -37,49 +36,30 @@ def reader(text: Any) -> Any:
                 qkv_tokens=48,
                 output_tokens=48,
                 ffn_tokens=128,
-                max_position_embeddings=LENGTH,
+                max_position_embeddings=TEXT_LENGTH,
                 variant="paper",
                 positions="rotary",
                 rotary_fraction=0.5,
                 theta=theta,
             )
             made[theta] = tokenformer.TokenformerForCausalLM(config)
-            train_on(made[theta], text[: len(text) * 9 // 10], steps)
+            train_on_text(made[theta], text[: len(text) * 9 // 10], steps)
         return made[theta]
 
-    return read
+    return make
 
 
 @pytest.fixture(scope="session")
-def seen(text: Any) -> Any:
-    """Batches of what the reader was trained on."""
-    return windows(text[: len(text) * 9 // 10], 64).split(16)
+def train_batches(text: Any) -> Any:
+    """Batches of the text that `text_model` was trained on."""
+    from tests.support.growth import evenly_spaced
+
+    return evenly_spaced(text[: len(text) * 9 // 10], 64).split(16)
 
 
 @pytest.fixture(scope="session")
-def unseen(text: Any) -> Any:
-    """What it was not, [64, LENGTH]."""
-    return windows(text[len(text) * 9 // 10 :], 64)
+def held_out(text: Any) -> Any:
+    """Held-out text, [64, TEXT_LENGTH]."""
+    from tests.support.growth import evenly_spaced
 
-
-def windows(tokens: Any, count: int) -> Any:
-    import torch
-
-    starts = torch.linspace(0, len(tokens) - LENGTH, count).long()
-    return torch.stack([tokens[start : start + LENGTH] for start in starts])
-
-
-def train_on(model: Any, tokens: Any, steps: int, rate: float = 3e-3, before: Any = None) -> None:
-    """`before` is called with the number of each step."""
-    import torch
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95))
-    for step in range(steps):
-        if before:
-            before(step)
-        starts = torch.randint(len(tokens) - LENGTH, (8,))
-        batch = torch.stack([tokens[start : start + LENGTH] for start in starts])
-        model(input_ids=batch, labels=batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.eval()
+    return evenly_spaced(text[len(text) * 9 // 10 :], 64)

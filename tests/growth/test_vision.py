@@ -1,4 +1,4 @@
-"""Growth, pruning and joining of image classifiers: the same functions as for language."""
+"""Growing, pruning and merging image classifiers."""
 
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,7 @@ def test_growth_on_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     tokenformer.TokenformerImageProcessor.for_size(12, 1).save_pretrained(tmp_path / "small")
     tokens = [f"--{name}={count}" for name, count in LARGER.items()]
     main(["grow", str(tmp_path / "small"), *tokens, "--out", str(tmp_path / "large")])
-    assert "Kept in" in capsys.readouterr().out
+    assert "Saved to" in capsys.readouterr().out
     assert (tmp_path / "large" / "preprocessor_config.json").exists()
     grown = tokenformer.TokenformerForImageClassification.from_pretrained(tmp_path / "large")
     torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""`tokenformer convert`: a model in another format becomes one of ours, or goes back to it."""
+"""`tokenformer convert`: convert models between other formats and ours."""
 
 import importlib
 import sys
@@ -16,20 +16,22 @@ from tokenformer.files import new_folder
 
 @dataclass(frozen=True)
 class Conversion:
+    """A function that converts, and the options it accepts."""
+
     function: str
     """`module:name` of a function (source, out, **options) -> report, with `asdict` and `str`."""
     options: tuple[str, ...] = ()
-    """Options of the command that it takes."""
+    """Command line options that it accepts."""
     reports_progress: bool = False
-    """Whether it takes `on_progress`, a function to tell how far it is."""
+    """Whether it takes `on_progress`, a function that shows a line of progress."""
 
 
 PRETRAINED = Conversion(
-    "tokenformer.convert.pretrained.convert_folder:convert_transformer",
+    "tokenformer.convert.pretrained.transformer_folder:convert_transformer",
     ("data", "distill", "steps", "linear", "tokenizer", "no_verify"),
     reports_progress=True,
 )
-# By the kind of the source (tokenformer/convert/source.py) and what it is to become.
+# By source kind (tokenformer/convert/source.py) and target format.
 CONVERSIONS = {
     ("released", "tokenformer"): Conversion(
         "tokenformer.convert.released:convert_released", ("num_attention_heads", "tokenizer")
@@ -64,30 +66,31 @@ def convert_model(
     no_verify: bool = False,
     json: bool = False,
 ) -> None:
-    """Convert a released checkpoint, one of a training run, or a pretrained Transformer; or back.
+    """Convert a released checkpoint, a training checkpoint or a pretrained Transformer.
 
     Args:
-        source: The authors' pytorch_model.bin, its folder or its name on the hub
-            (Haiyang-W/TokenFormer-150M); a checkpoint of a run (runs/x/checkpoints/step-...); a
-            folder or hub name of a GPT-2, GPT-NeoX (Pythia), Llama, Mistral or Qwen2 model or of a
-            plain Transformer of ours; or, with --to released, a model folder of ours.
-        out: A new folder for the model; it must be given.
-        to: tokenformer, a Hugging Face folder of ours, or released, the authors' format.
-        tokenizer: A tokenizer.json, a folder or a hub name; by default the one beside the source.
-        num_attention_heads: Of a released checkpoint without its config.json: how many heads.
-        weights: Of a checkpoint of a run: average, as the run exports where it keeps one, or last.
-        data: Of a Transformer: text to fit and measure on, a folder made by `tokenformer prepare`
-            or a text file. Models with RMS norms or gated networks cannot do without.
-        linear: Of a Transformer: tokens of a linear map: pair, two for each channel, the default,
-            or shift, one, which is only exact in fp32.
-        distill: Of a Transformer: text to train on afterwards, towards the source's predictions.
-        steps: How long to; by default 200 steps of 8 sequences.
-        no_verify: Of a model folder of ours: do not check its weights against checksums.json, nor
-            for NaN and inf.
+        source: A released pytorch_model.bin, its folder or its hub name
+            (Haiyang-W/TokenFormer-150M); a training checkpoint (runs/x/checkpoints/step-...); the
+            folder or hub name of a GPT-2, GPT-NeoX (Pythia), Llama, Mistral or Qwen2 model or of
+            our Transformer baseline; or, with --to released, one of our model folders.
+        out: A new folder for the model; required.
+        to: tokenformer (our Hugging Face format) or released (the authors' format).
+        tokenizer: A tokenizer.json, a folder or a hub name; by default the source's tokenizer.
+        num_attention_heads: For a released checkpoint without config.json: the number of heads.
+        weights: For a training checkpoint: average (the default if the run has a moving average of
+            the weights) or last.
+        data: For a Transformer: calibration text, a folder made by `tokenformer prepare` or a text
+            file. Required for models with RMS norms or gated MLPs.
+        linear: For a Transformer: tokens of a linear projection: pair, two per channel (the
+            default), or shift, one per channel, which is only exact in fp32.
+        distill: For a Transformer: text to distill on after the conversion.
+        steps: Distillation steps of 8 sequences; by default 200.
+        no_verify: For our model folders: do not check the weights against checksums.json and for
+            NaN and inf.
         json: Print the report as JSON.
     """
     if out is None:
-        raise InputError("--out is missing; name a new folder for the model")
+        raise InputError("--out is missing; give a new folder for the model")
     targets = sorted({target for _, target in CONVERSIONS})
     if to not in targets:
         raise InputError(f"--to {to} is unknown; choose {' or '.join(targets)}")
@@ -111,49 +114,49 @@ def convert_model(
     from tokenformer.models.loading import load_config
     from tokenformer.models.model_card import public_name, write_card
 
-    shown = logging.is_progress_bar_enabled()
+    had_progress_bar = logging.is_progress_bar_enabled()
     if json or not sys.stderr.isatty():
         logging.disable_progress_bar()
     try:
         with new_folder("--out", out) as folder:
             found = find_source(source)
             function, conversion = choose(found.kind, to, options)
-            with progress(conversion) as more:
-                report = function(found, folder, **options, **more)
+            with progress_option(conversion) as progress:
+                report = function(found, folder, **options, **progress)
             if to != RELEASED:
                 config = load_config(str(folder))
                 line = f"Converted from {public_name(source)} ({found.kind})"
                 write_card(folder, config, [*history_of(found), line])
     except (ConversionError, ValueError, SafetensorError) as error:
-        told = " ".join(str(error).split())
-        raise InputError(told if source in told else f"{source}: {told}") from None
+        message = " ".join(str(error).split())
+        raise InputError(message if source in message else f"{source}: {message}") from None
     except OSError as error:
         raise InputError(f"{error.filename or out}: {error.strerror or error}") from None
     finally:
-        if shown:
+        if had_progress_bar:
             logging.enable_progress_bar()
-    told = report.asdict()
-    lines = [str(report), origin_line(told), f"Kept in {out}"]
-    sys.stdout.write((dumps(told, indent=2) if json else "\n".join(lines)) + "\n")
+    fields = report.asdict()
+    lines = [str(report), preprocessor_line(fields), f"Saved to {out}"]
+    sys.stdout.write((dumps(fields, indent=2) if json else "\n".join(lines)) + "\n")
 
 
 def choose(kind: str, to: str, options: dict[str, Any]) -> tuple[Any, Conversion]:
-    """The function that converts, if it takes the options that were given."""
+    """Return the conversion function; raise if it does not accept the given options."""
     conversion = CONVERSIONS.get((kind, to))
     if conversion is None:
-        fitting = " or ".join(f"--to {t}" for k, t in CONVERSIONS if k == kind)
+        targets = " or ".join(f"--to {t}" for k, t in CONVERSIONS if k == kind)
         kinds = ", ".join(dict.fromkeys(kind for kind, _ in CONVERSIONS))
-        hint = f"it takes {fitting}" if fitting else f"what can be converted is {kinds}"
-        raise InputError(f"--to {to} is not for a source of kind {kind}; {hint}")
+        hint = f"use {targets}" if targets else f"supported kinds are {kinds}"
+        raise InputError(f"--to {to} does not apply to a source of kind {kind}; {hint}")
     for name, value in options.items():
         if name not in conversion.options:
-            raise InputError(f"--{name} {value} is not for a source of kind {kind}")
+            raise InputError(f"--{name} {value} does not apply to a source of kind {kind}")
     module, _, name = conversion.function.partition(":")
     return getattr(importlib.import_module(module), name), conversion
 
 
 def history_of(source: Any) -> list[str]:
-    """What is known of the source's training, for the model card."""
+    """Return the training history of the source for the model card."""
     from tokenformer.convert.source import CHECKPOINT
     from tokenformer.models.model_card import read_history
     from tokenformer.train.run_history import run_history
@@ -163,18 +166,18 @@ def history_of(source: Any) -> list[str]:
     return read_history(source.folder)
 
 
-def origin_line(told: dict[str, Any]) -> str:
-    """Where the tokenizer, or the image processor, came from."""
+def preprocessor_line(fields: dict[str, Any]) -> str:
+    """Return a line that says where the tokenizer or image processor was found."""
     for name in ("tokenizer", "image_processor"):
-        if origin := told.get(name):
-            return f"{name.replace('_', ' ')} from {origin}"
+        if location := fields.get(name):
+            return f"{name.replace('_', ' ')} from {location}"
     return "no tokenizer found: give --tokenizer FILE, or copy its files into the folder"
 
 
 @contextmanager
-def progress(conversion: Conversion) -> Iterator[dict[str, Any]]:
-    """What a conversion is to be told so that it says how far it is: on a terminal in one line that
-    changes, elsewhere a line every ten seconds."""
+def progress_option(conversion: Conversion) -> Iterator[dict[str, Any]]:
+    """The `on_progress` option of a conversion, if it has one: a status line on a terminal,
+    elsewhere a line every ten seconds."""
     from rich.console import Console
 
     if not conversion.reports_progress:
@@ -182,7 +185,7 @@ def progress(conversion: Conversion) -> Iterator[dict[str, Any]]:
         return
     console = Console(stderr=True, highlight=False)
     if console.is_terminal:
-        with console.status("reading the model") as status:
+        with console.status("loading the model") as status:
             yield {"on_progress": status.update}
         return
     printed = time.monotonic()

@@ -1,1 +1,1 @@
-"""Models in the formats of others, to ours and back."""
+"""Converting models from other formats to ours and back."""

@@ -1,49 +1,38 @@
-"""Files of the Hugging Face hub, by way of its local cache, which also serves without a network."""
+"""Downloading models and tokenizers from the Hugging Face hub, or from its cache when offline."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenformer.errors import ConversionError
+from tokenformer.errors import ConversionError, first_line
+from tokenformer.paths import ask_hub
 
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
-SECONDS = 10.0
 
 
 def fetch_model(name: str) -> Path:
-    """The folder of a model: safetensors where there are any, else pickles."""
-    here = not answers(name)
-    folder = fetch(name, (*SMALL_FILES, "*.safetensors"), here)
+    """Return the local folder of a model: its safetensors, or else its pickles."""
+    problem = ask_hub(name)
+    folder = fetch(name, (*SMALL_FILES, "*.safetensors"), problem)
     if any(folder.glob("*.safetensors")):
         return folder
-    return fetch(name, (*SMALL_FILES, "*.bin"), here)
+    return fetch(name, (*SMALL_FILES, "*.bin"), problem)
 
 
 def fetch_tokenizer(name: str) -> Path:
-    return fetch(name, ("tokenizer*", "special_tokens_map.json"), not answers(name))
+    return fetch(name, ("tokenizer*", "special_tokens_map.json"), ask_hub(name))
 
 
-def fetch(name: str, patterns: Sequence[str], here: bool) -> Path:
-    """With `here` from the cache alone."""
+def fetch(name: str, patterns: Sequence[str], problem: str | None) -> Path:
+    """Return the folder of a snapshot; only the cache is used if the hub has a `problem`."""
     from huggingface_hub import snapshot_download
 
+    cached_only = problem is not None
     try:
-        return Path(snapshot_download(name, allow_patterns=list(patterns), local_files_only=here))
+        return Path(
+            snapshot_download(name, allow_patterns=list(patterns), local_files_only=cached_only)
+        )
     except (OSError, ValueError) as error:
-        told = "the hub does not answer, and the cache has no copy" if here else str(error)
+        reason = f"{problem}, and not in the cache" if problem else first_line(error)
         raise ConversionError(
-            f"{name} is neither a file or folder here nor to be had from the hub: {told}"
+            f"{name} is neither a file or folder here nor a model on the hub ({reason})"
         ) from None
-
-
-def answers(name: str) -> bool:
-    """Whether the hub can be reached; left to itself, a download tries for half a minute."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=SECONDS)
-    except HfHubHTTPError:
-        return True  # if only to say no
-    except Exception:  # which ones depends on the HTTP library that the hub's client uses
-        return False
-    return True

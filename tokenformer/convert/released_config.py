@@ -1,8 +1,8 @@
-"""The config.json of the released models, which is GPT-NeoX's arguments, and ours.
+"""Converting between the released config.json and our configuration.
 
-It has no model_type, may spell `num-attention-heads` for `num_attention_heads`, and its torch_dtype
-is not that of the weights beside it. Names are checked against what this model can be; what is not
-about the model is passed over.
+The released file holds GPT-NeoX arguments. It has no model_type, may use `num-attention-heads` for
+`num_attention_heads`, and its torch_dtype is not that of the weights. Options of the architecture
+are checked, all others are ignored.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ SIZES = {
     "proj_slot_num": "output_tokens",
     "ffn_slot_num": "ffn_tokens",
 }
-"""What the tensors say by themselves; the config may only agree."""
+"""Sizes that the tensors determine; the config must agree."""
 OPTIONS = {
     "num_attention_heads": "num_attention_heads",
     "max_position_embeddings": "max_position_embeddings",
@@ -36,7 +36,7 @@ FIXED: dict[str, Any] = {
     "no_weight_tying": False,
     "use_bias_in_attn_linear": False,
 }
-"""What the released models are, and the layout of their tensors can hold."""
+"""The only architecture that the released tensor layout can hold."""
 EXPRESSIBLE: dict[str, Any] = {
     "variant": "released",
     "positions": "rotary",
@@ -50,37 +50,41 @@ EXPRESSIBLE: dict[str, Any] = {
     "learned_scale": False,
     "tie_word_embeddings": True,
 }
-"""The same in our options."""
+"""The same as options of our configuration."""
 
 
 def to_ours(document: dict[str, Any], sizes: dict[str, int], heads: int | None) -> dict[str, Any]:
-    """Options of a TokenformerConfig, of the sizes that the tensors have."""
-    said = {str(name).replace("-", "_"): value for name, value in document.items()}
+    """Return the options of a TokenformerConfig, given the sizes of the tensors."""
+    given = {str(name).replace("-", "_"): value for name, value in document.items()}
     for theirs, ours in SIZES.items():
-        if theirs in said and said[theirs] != sizes[ours]:
+        if theirs in given and given[theirs] != sizes[ours]:
             raise ConversionError(
-                f"config.json has {theirs} {said[theirs]}, the tensors have {sizes[ours]}"
+                f"config.json has {theirs} {given[theirs]}, the tensors have {sizes[ours]}"
             )
     for name, value in FIXED.items():
-        if said.get(name, value) != value:
-            raise ConversionError(f"config.json has {name} {said[name]!r}; only {value!r} is known")
-    options = {ours: said[name] for name, ours in OPTIONS.items() if said.get(name) is not None}
-    told = options.setdefault("num_attention_heads", heads)
-    if told is None:
+        if given.get(name, value) != value:
+            raise ConversionError(
+                f"config.json has {name} {given[name]!r}; only {value!r} is supported"
+            )
+    options = {ours: given[name] for name, ours in OPTIONS.items() if given.get(name) is not None}
+    num_heads = options.setdefault("num_attention_heads", heads)
+    if num_heads is None:
         raise ConversionError(
-            "no config.json says how many attention heads there are, and the tensors cannot; give "
+            "there is no config.json with the number of attention heads; give "
             f"--num_attention_heads{published_heads(sizes)}"
         )
-    if heads not in (None, told):
-        raise ConversionError(f"--num_attention_heads {heads}, but config.json says {told}")
-    theta = said.get(THETA, "l2_norm_gelu")
+    if heads not in (None, num_heads):
+        raise ConversionError(f"--num_attention_heads {heads}, but config.json has {num_heads}")
+    theta = given.get(THETA, "l2_norm_gelu")
     if theta not in THETAS:
-        raise ConversionError(f"config.json has {THETA} {theta!r}; known are {', '.join(THETAS)}")
+        raise ConversionError(
+            f"config.json has {THETA} {theta!r}; supported are {', '.join(THETAS)}"
+        )
     return {**sizes, **options, "theta": THETAS[theta]}
 
 
 def published_heads(sizes: dict[str, int]) -> str:
-    """The heads of the published model of these sizes, if there is one, as a hint."""
+    """Return a hint with the heads of the published model of these sizes, if there is one."""
     for name, preset in TOKENFORMER_PRESETS.items():
         if all(preset[ours] == sizes[ours] for ours in SIZES.values()):
             return f" ({preset['num_attention_heads']} in the published {name}, of this shape)"
@@ -88,8 +92,8 @@ def published_heads(sizes: dict[str, int]) -> str:
 
 
 def to_released(config: TokenformerConfig) -> dict[str, Any]:
-    """The released config.json of a model, or why there can be none."""
-    refuse_inexpressible(config)
+    """Return the released config.json of a model; raise if the format cannot hold it."""
+    check_expressible(config)
     ours_to_theta = {ours: theirs for theirs, ours in THETAS.items()}
     sizes = {**SIZES, **OPTIONS}
     document: dict[str, Any] = {theirs: getattr(config, ours) for theirs, ours in sizes.items()}
@@ -99,18 +103,20 @@ def to_released(config: TokenformerConfig) -> dict[str, Any]:
     return document | {"seq_length": config.max_position_embeddings}
 
 
-def refuse_inexpressible(config: TokenformerConfig) -> None:
+def check_expressible(config: TokenformerConfig) -> None:
     wrong = [
         f"{name} is {getattr(config, name)!r}, not {value!r}"
         for name, value in EXPRESSIBLE.items()
         if getattr(config, name) != value
     ]
     if getattr(config, "quantization_config", None) is not None:
-        wrong.append("its numbers are rounded to int8")
+        wrong.append("it is quantized to int8")
     if config.theta not in THETAS.values():
         wrong.append(f"theta is {config.theta!r}, not one of {', '.join(THETAS.values())}")
     if config.num_key_value_heads != config.num_attention_heads:
-        wrong.append(f"num_key_value_heads is {config.num_key_value_heads}, not that of the heads")
+        wrong.append(
+            f"num_key_value_heads is {config.num_key_value_heads}, not num_attention_heads"
+        )
     for parts in (("q", "k", "v"), ("o",), ("ffn",)):
         layers = range(config.num_hidden_layers)
         counts = {config.tokens(part, layer) for part in parts for layer in layers}

@@ -1,9 +1,9 @@
-"""What a user wants converted: a file, a folder or a hub name, and which kind of model is in it.
+"""The source of a conversion: a file, folder or hub name, and the kind of model in it.
 
     find_source("Haiyang-W/TokenFormer-150M").kind       # "released"
 
-Kinds are `released` (the authors' format), `checkpoint` (of a training run of ours), and otherwise
-the `model_type` of a Hugging Face folder: `tokenformer`, `gpt2`, `llama`, ...
+Kinds are `released` (the authors' format), `checkpoint` (of one of our training runs), and
+otherwise the `model_type` of a Hugging Face folder: `tokenformer`, `gpt2`, `llama`, ...
 """
 
 import json
@@ -19,7 +19,7 @@ from tokenformer.train.checkpoint.manifest import MANIFEST
 RELEASED, CHECKPOINT, TOKENFORMER = "released", "checkpoint", "tokenformer"
 WEIGHTS, INDEX, CONFIG = "pytorch_model.bin", "pytorch_model.bin.index.json", "config.json"
 DEEPSPEED = ("mp_rank_*_model_states.pt", "layer_*_states.pt", "zero_pp_rank_*.pt")
-JOINED = (WEIGHTS, INDEX, "model.safetensors", "model.safetensors.index.json")
+CONSOLIDATED = (WEIGHTS, INDEX, "model.safetensors", "model.safetensors.index.json")
 FILE_ENDINGS = (".bin", ".pt", ".pth", ".safetensors")
 
 
@@ -29,7 +29,7 @@ class Source:
     """As the user gave it."""
     kind: str
     path: Path
-    """The file or folder on this machine."""
+    """The local file or folder."""
 
     @property
     def folder(self) -> Path:
@@ -58,13 +58,13 @@ def kind_of(folder: Path) -> str:
     if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
         return RELEASED
     raise ConversionError(
-        f"{folder} holds no model: neither a {WEIGHTS}, nor a {CONFIG} with a model_type, nor a "
+        f"no model in {folder}: neither a {WEIGHTS}, nor a {CONFIG} with a model_type, nor a "
         f"checkpoint of a run"
     )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder, or nothing where there is none."""
+    """Return the config.json of a folder, or {} if there is none."""
     path = folder / CONFIG
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -78,26 +78,26 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def refuse_deepspeed(path: Path) -> None:
-    """A checkpoint in the pieces in which DeepSpeed trains it: DeepSpeed itself must join them."""
+    """Raise for a sharded DeepSpeed checkpoint, with the command that consolidates it."""
     if path.is_file():
         if not any(path.match(pattern) for pattern in DEEPSPEED):
             return
         path = path.parent
-    parts = pieces(path)
+    parts = shard_files(path)
     latest = path / "latest"
     if not parts and latest.is_file():
         tag = latest.read_text(errors="replace").strip()
-        parts = pieces(path / tag) if Path(tag).name == tag else []
+        parts = shard_files(path / tag) if Path(tag).name == tag else []
         whole, tagged = path, ""
     else:
         whole, tagged = path.resolve().parent, f" --tag {quote(path.resolve().name)}"
-    if parts and not any((path / name).exists() for name in JOINED):
+    if parts and not any((path / name).exists() for name in CONSOLIDATED):
         raise ConversionError(
-            f"{path} is an unconsolidated DeepSpeed checkpoint ({parts[0].name}, ...); join it by "
+            f"{path} is an unconsolidated DeepSpeed checkpoint ({parts[0].name}, ...); run "
             f"`python -m deepspeed.utils.zero_to_fp32 {quote(str(whole))} JOINED{tagged}` and "
             f"convert JOINED"
         )
 
 
-def pieces(folder: Path) -> list[Path]:
+def shard_files(folder: Path) -> list[Path]:
     return sorted(file for pattern in DEEPSPEED for file in folder.glob(pattern))

@@ -1,7 +1,7 @@
-"""A state dict that someone else has pickled: read through a memory map, and as data alone.
+"""Reading pickled state dicts from untrusted files, through a memory map.
 
-Only tensors and plain containers are unpickled (`weights_only`); a file that asks for anything
-else, which could be any code, is refused.
+Only tensors and plain containers are unpickled (`weights_only`). Files with anything else, which
+could run code, are refused.
 """
 
 import json
@@ -19,15 +19,14 @@ from tokenformer.errors import ConversionError
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, or of the one or several files of a folder. Their bytes stay on the
-    disk until they are used."""
+    """Return the tensors of a file, or of all files of a folder. Data is read from disk on use."""
     tensors: dict[str, Tensor] = {}
-    for file in weight_files(path):
+    for file in pickle_files(path):
         tensors |= read_file(file)
     return tensors
 
 
-def weight_files(path: Path) -> list[Path]:
+def pickle_files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     if (path / WEIGHTS).exists():
@@ -36,9 +35,9 @@ def weight_files(path: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        raise ConversionError(f"{index} is not the index of a model in several files") from None
+        raise ConversionError(f"{index} is not the index of a sharded model") from None
     for name in names:
-        if Path(name).name != name:  # whatever an index from elsewhere may say
+        if Path(name).name != name:  # the index is untrusted
             raise ConversionError(f"{index} names a file outside the folder: {name}")
         if not (path / name).exists():
             raise ConversionError(f"{index} names {name}, which is missing")
@@ -51,31 +50,31 @@ def read_file(path: Path) -> dict[str, Tensor]:
     except OSError as error:
         raise ConversionError(f"{path} cannot be read: {error.strerror}") from None
     try:
-        # Files older than torch 1.6 are no zip archives, and are read whole.
+        # Files older than torch 1.6 are not zip archives and cannot be memory-mapped.
         mapped = zipfile.is_zipfile(path)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of pickle protocols: what is refused is told below
+            warnings.simplefilter("ignore")  # about pickle protocols
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
-        raise ConversionError(f"{path} is refused: {reason(error)}") from None
-    except Exception:  # torch raises whatever comes up in a file that it cannot make sense of
+        raise ConversionError(f"{path} is refused: {refusal_reason(error)}") from None
+    except Exception:  # torch raises all kinds of errors on broken files
         raise ConversionError(
-            f"{path} is torn, or not a checkpoint: torch.load cannot read it"
+            f"{path} is truncated or not a checkpoint: torch.load cannot read it"
         ) from None
     check_flat(path, found)
     return dict(found)
 
 
-def reason(error: pickle.UnpicklingError) -> str:
-    """torch's advice runs over many lines, and begins with how to run the file's code."""
+def refusal_reason(error: pickle.UnpicklingError) -> str:
+    """Return one line for torch's error, which is long and suggests running the file's code."""
     text = str(error)
     asked = text.partition("Unsupported global: GLOBAL ")[2] or text.partition("GLOBAL ")[2]
     if named := asked.split():
         return (
-            f"it asks for {named[0]} and not for tensors alone, so it could run any code; only "
-            f"weights are read"
+            f"it contains {named[0]}, which could run code; only files with nothing but tensors "
+            "are read"
         )
-    return "it holds more than tensors and could run code when it is read; only weights are read"
+    return "it contains more than tensors and could run code; only tensors are read"
 
 
 def check_flat(path: Path, found: Any) -> None:

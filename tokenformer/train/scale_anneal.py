@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tokenformer.growth.tokens.token_counts import Place, config_with_tokens, token_counts
+from tokenformer.growth.tokens.token_counts import LayerProjection, config_with_tokens, token_counts
 from tokenformer.growth.tokens.token_set import token_layers
 from tokenformer.models.configuration import PROJECTIONS
 
@@ -44,7 +44,7 @@ class ScaleAnneal:
             assert isinstance(layer.scale_tokens, torch.Tensor)
             layer.scale_tokens.fill_(self.scale(place))
 
-    def scale(self, place: Place) -> float:
+    def scale(self, place: LayerProjection) -> float:
         projection, layer = place
         done = min(1.0, self.step / self.steps)
         start, end = self.start[projection][layer], self.model.config.tokens(*place)

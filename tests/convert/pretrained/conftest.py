@@ -1,4 +1,4 @@
-"""Small models of every kind that can be converted, made on the spot."""
+"""Small random models of every convertible architecture, and calibration data."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +36,7 @@ def build(kind: str, **options: Any) -> Any:
 
 @pytest.fixture
 def make_source(seed: int) -> Callable[..., Any]:
-    """make_source(kind, **options): in float64 and eval mode, no weight or bias at its default."""
+    """make_source(kind, **options): in float64 and eval mode, all weights and biases random."""
 
     def make(kind: str, **options: Any) -> Any:
         model = build(kind, **options).double().eval()
@@ -51,6 +51,6 @@ def make_source(seed: int) -> Callable[..., Any]:
 
 @pytest.fixture
 def batches(seed: int) -> list[torch.Tensor]:
-    """Text with something to learn of it: token ids [B, T + 1], each often followed by its next."""
+    """Calibration data with structure: token ids [B, T + 1] that increase by 0 to 2."""
     steps = torch.randint(3, (8, 4, 49)).cumsum(-1)
     return list((steps + torch.randint(61, (8, 4, 1))) % 61)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tokenformer.convert.pretrained.distillation import DivergenceLoss, distil
+from tokenformer.convert.pretrained.distillation import DivergenceLoss, distill_model
 from tokenformer.convert.pretrained.from_transformer import from_transformer
 
 
@@ -30,7 +30,7 @@ def test_a_short_run_brings_a_fitted_model_closer(make_source, batches):
     model, _ = from_transformer(source, batches)
     before = {name: tensor.clone() for name, tensor in source.state_dict().items()}
     tokens = np.concatenate([batch.flatten().numpy() for batch in batches])
-    rows = distil(model, source, tokens, tokens, steps=40, length=32, learning_rate=1e-3)
+    rows = distill_model(model, source, tokens, tokens, steps=40, length=32, learning_rate=1e-3)
     divergences = [row["val_loss"] for row in rows if "val_loss" in row]
     assert len(rows) == 40
     assert divergences[-1] < 0.7 * divergences[0]

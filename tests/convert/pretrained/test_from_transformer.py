@@ -1,4 +1,4 @@
-"""Pretrained Transformers as TokenFormers: what is exact, what is not, and what is said of it."""
+"""Converted Transformers: exact where possible, and the error is reported elsewhere."""
 
 import json
 
@@ -27,8 +27,8 @@ def logits(model, tokens):
         return model(input_ids=tokens, use_cache=False).logits
 
 
-def spare_a_channel(model, kind):
-    """Of the first values nothing is read, so that they can be given up."""
+def leave_channel_unused(model, kind):
+    """Zero the output weights of the first value channels, so that replacing them is exact."""
     for name, module in model.named_modules():
         if name.endswith(OUTPUT[kind]):
             channels = module.weight.data if kind == "gpt2" else module.weight.data.T  # [d, out]
@@ -43,7 +43,7 @@ def spare_a_channel(model, kind):
 @pytest.mark.parametrize(("kind", "options"), NORMED)
 def test_a_model_with_a_channel_to_spare_is_exact_as_a_whole(make_source, kind, options, linear):
     source = make_source(kind, **options)
-    spare_a_channel(source, kind)
+    leave_channel_unused(source, kind)
     model, report = from_transformer(source, linear=linear, ballast=HEAVY)
     tokens = torch.randint(61, (3, 40))
     wanted, found = logits(source, tokens), logits(model, tokens)
@@ -153,7 +153,7 @@ def test_the_comparison_is_what_a_direct_computation_gives(make_source, batches)
 
 def test_in_fp32_it_generates_what_the_source_generates(make_source):
     source = make_source("gpt2")
-    spare_a_channel(source, "gpt2")
+    leave_channel_unused(source, "gpt2")
     source = source.float()
     model, report = from_transformer(source)
     assert report.max_error < 1e-4
@@ -166,7 +166,7 @@ def test_in_fp32_it_generates_what_the_source_generates(make_source):
 def test_heads_that_share_their_values_are_exact_in_fp32(make_source, linear):
     """Each of them has the constant channel."""
     source = make_source("transformer", num_key_value_heads=1)
-    spare_a_channel(source, "transformer")
+    leave_channel_unused(source, "transformer")
     _, report = from_transformer(source.float(), linear=linear)
     assert report.max_error < 1e-4
 
@@ -253,5 +253,5 @@ def test_other_kinds_are_refused_with_a_list_of_those_that_are_not(batches):
 
     tiny = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "ffn_dim": 32}
     source = OPTForCausalLM(OPTConfig(**tiny, num_attention_heads=4, word_embed_proj_dim=32))
-    with pytest.raises(ValueError, match="a opt model cannot be converted; what can is gpt2, "):
+    with pytest.raises(ValueError, match="a opt model cannot be converted; supported are gpt2, "):
         from_transformer(source, batches)

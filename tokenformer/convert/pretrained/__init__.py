@@ -1,1 +1,1 @@
-"""Pretrained Transformers to TokenFormers."""
+"""Converting pretrained Transformers to TokenFormers."""

@@ -1,24 +1,27 @@
-"""What the maps of a source model see on data: moments and a sample of rows, in one pass."""
+"""Activation statistics of a source model on calibration data, in one pass.
+
+For the input of every projection: mean and covariance of all rows, and a sample of rows.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.modeling_utils import PreTrainedModel
 
-from tokenformer.convert.pretrained.architectures import Frame
+from tokenformer.convert.pretrained.architectures import Architecture
 from tokenformer.growth.tokens.token_usage import observe_inputs
 
-MOST_ROWS = 8192
-HELD_BYTES = 1 << 31
-"""How many rows a sample has, and how much all samples together."""
+MAX_SAMPLE_ROWS = 8192
+MAX_SAMPLE_BYTES = 1 << 31
+"""Limit on all samples together."""
 
 
 @dataclass(frozen=True)
 class PlainNorm:
-    """The source's norm without weight and bias."""
+    """The norm of the source without weight and bias."""
 
     kind: str
     eps: float
@@ -31,7 +34,7 @@ class PlainNorm:
 
 @dataclass
 class Moments:
-    """Mean and covariance of the rows seen so far."""
+    """Running mean and covariance of rows."""
 
     rows: int = 0
     total: Tensor | float = 0.0
@@ -48,18 +51,18 @@ class Moments:
 
     @property
     def covariance(self) -> Tensor:
-        """[d, d], shrunk towards its diagonal where there are few rows for so many channels."""
-        found = torch.as_tensor(self.products) / self.rows - torch.outer(self.mean, self.mean)
-        share = self.rows / (self.rows + len(found))
-        return share * found + (1 - share) * found.diagonal().diag()
+        """[d, d], shrunk towards its diagonal if there are few rows per channel."""
+        sample = torch.as_tensor(self.products) / self.rows - torch.outer(self.mean, self.mean)
+        share = self.rows / (self.rows + len(sample))
+        return share * sample + (1 - share) * sample.diagonal().diag()
 
 
 @dataclass
-class Inputs:
-    """Of one map: what is known of all rows, and some of the rows themselves."""
+class InputStatistics:
+    """Statistics of the input of one projection: moments of all rows, and a sample of rows."""
 
-    share: int
-    """Rows kept of each batch."""
+    rows_per_batch: int
+    """Rows sampled from each batch."""
     moments: Moments = field(default_factory=Moments)
     kept: list[Tensor] = field(default_factory=list)
 
@@ -68,11 +71,11 @@ class Inputs:
         return torch.cat(self.kept)  # [R, d]
 
     def observer(self, prepare: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], None]:
-        """The sample is of the rows, moments of what `prepare` makes of them, if anything."""
+        """Return a function that samples rows, and adds `prepare(rows)` to the moments if given."""
 
         def add(x: Tensor) -> None:
             rows = x.flatten(0, -2).cpu()
-            places = torch.linspace(0, len(rows) - 1, min(self.share, len(rows))).long()
+            places = torch.linspace(0, len(rows) - 1, min(self.rows_per_batch, len(rows))).long()
             self.kept.append(rows[places])
             if prepare is not None:
                 self.moments.add(prepare(rows.double()))
@@ -81,27 +84,33 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class LayerInputs:
-    """Of the maps after the attention's norm, after the other, and of the output projection."""
+class LayerStatistics:
+    """Inputs of the attention norm, the feed-forward norm and the output projection."""
 
-    attention: Inputs
-    ffn: Inputs
-    output: Inputs
+    attention: InputStatistics
+    ffn: InputStatistics
+    output: InputStatistics
 
 
-def layer_inputs(
-    source: Any, frame: Frame, norm: PlainNorm, batches: Sequence[Tensor]
-) -> list[LayerInputs]:
-    """One pass over batches of token ids [B, T]."""
+def collect_statistics(
+    source: PreTrainedModel, architecture: Architecture, norm: PlainNorm, batches: Sequence[Tensor]
+) -> list[LayerStatistics]:
+    """Return the statistics of every layer, from one pass over token ids [B, T]."""
     layers, size = source.config.num_hidden_layers, source.config.hidden_size
-    rows = max(1, min(MOST_ROWS, HELD_BYTES // (12 * layers * size)))
-    share = max(1, rows // max(1, len(batches)))
-    found = [LayerInputs(*(Inputs(share) for _ in range(3))) for _ in range(layers)]
-    normed = norm if norm.kind == "rms_norm" else None  # a layer norm's site is known without data
+    rows = max(1, min(MAX_SAMPLE_ROWS, MAX_SAMPLE_BYTES // (12 * layers * size)))
+    per_batch = max(1, rows // max(1, len(batches)))
+    statistics = [
+        LayerStatistics(*(InputStatistics(per_batch) for _ in range(3))) for _ in range(layers)
+    ]
+    normed = norm if norm.kind == "rms_norm" else None  # moments are only needed after RMS norms
     observers = {}
-    for index, layer in enumerate(found):
-        observers[frame.name(index, frame.attention_norm)] = layer.attention.observer(normed)
-        observers[frame.name(index, frame.ffn_norm)] = layer.ffn.observer(normed)
-        observers[frame.name(index, frame.output)] = layer.output.observer(lambda rows: rows)
+    for index, layer in enumerate(statistics):
+        observers[architecture.name(index, architecture.attention_norm)] = layer.attention.observer(
+            normed
+        )
+        observers[architecture.name(index, architecture.ffn_norm)] = layer.ffn.observer(normed)
+        observers[architecture.name(index, architecture.output)] = layer.output.observer(
+            lambda rows: rows
+        )
     observe_inputs(source, batches, observers)
-    return found
+    return statistics

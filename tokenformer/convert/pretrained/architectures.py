@@ -1,7 +1,7 @@
-"""Pretrained Transformers as their parts, in one form: GPT-2, GPT-NeoX, Llama and our own twin.
+"""Reading the weights of pretrained Transformers: GPT-2, GPT-NeoX, Llama and our own baseline.
 
-An architecture says which options our configuration takes from its own, where the model keeps what,
-and what cannot be had. Everything else works on `Block` and `Frame`.
+An `Architecture` maps the source's configuration to ours, names its modules, and reads each layer
+as a `Block`, the same form for all. Options that cannot be converted are refused.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
 
-from tokenformer.convert.pretrained.constructions import Affine
+from tokenformer.convert.pretrained.token_construction import Affine
 
 GELUS = {
     "gelu": "gelu",
@@ -25,7 +26,7 @@ GELUS = {
 
 @dataclass(frozen=True)
 class Block:
-    """The maps of one layer, each of the normed input: weights and biases of the norms are in."""
+    """The projections of one layer. Weights and biases of the norms are folded into them."""
 
     q: Affine
     k: Affine
@@ -34,42 +35,43 @@ class Block:
     up: Affine
     down: Affine
     gate: Affine | None = None
-    """Of a gated network, down(silu(gate(y)) * up(y)); without it down(gelu(up(y)))."""
+    """With a gate the MLP is down(silu(gate(y)) * up(y)), without it down(gelu(up(y)))."""
 
 
 @dataclass(frozen=True)
-class Frame:
-    """Where a model keeps what is not in a block, and how its blocks are taken apart."""
+class Architecture:
+    """Names of a model's modules, and functions that read its configuration and layers."""
 
     options: Callable[[Any], dict[str, Any]]
-    """From its configuration to what ours takes over."""
-    block: Callable[[Any, nn.Module, int], Block]
-    """From the model, one of its layers and that layer's number."""
+    """Configuration -> options of our configuration."""
+    block: Callable[[PreTrainedModel, nn.Module, int], Block]
+    """(model, layer, layer number) -> its projections."""
     layers: str
     attention_norm: str
     ffn_norm: str
     output: str
-    """Within a layer: two norms and the output projection, whose inputs are the maps'."""
+    """Module names within a layer: two norms and the output projection."""
     final_norm: str
     positions: str | None = None
 
     def name(self, index: int, part: str) -> str:
         return f"{self.layers}.{index}.{part}"
 
-    def take_apart(self, model: Any, index: int) -> Block:
+    def read_block(self, model: PreTrainedModel, index: int) -> Block:
         return self.block(model, model.get_submodule(f"{self.layers}.{index}"), index)
 
 
-def frame_of(config: Any) -> Frame:
-    if config.model_type not in FRAMES:
+def find_architecture(config: Any) -> Architecture:
+    if config.model_type not in ARCHITECTURES:
         raise ValueError(
-            f"a {config.model_type} model cannot be converted; what can is {', '.join(FRAMES)}"
+            f"a {config.model_type} model cannot be converted; supported are "
+            f"{', '.join(ARCHITECTURES)}"
         )
-    return FRAMES[config.model_type]
+    return ARCHITECTURES[config.model_type]
 
 
 def affine(weight: Tensor, bias: Tensor | None) -> Affine:
-    """In float64: what is folded into a weight must not cost it a digit."""
+    """Return the projection in float64, so that folding norms into it loses no precision."""
     weight = weight.detach().cpu().double()
     wide = weight.new_zeros(len(weight)) if bias is None else bias.detach().cpu().double()
     return Affine(weight, wide)
@@ -79,10 +81,11 @@ def linear(module: nn.Module) -> Affine:
     return affine(module.weight, module.bias)  # type: ignore[arg-type]
 
 
-def after(norm: nn.Module, *maps: Affine) -> list[Affine]:
+def fold_norm(norm: nn.Module, *projections: Affine) -> list[Affine]:
+    """Fold the weight and bias of a norm into the projections that read its output."""
     parts = [getattr(norm, name, None) for name in ("weight", "bias")]
     wide = [None if part is None else part.detach().cpu().double() for part in parts]
-    return [part.after(*wide) for part in maps]
+    return [projection.fold(*wide) for projection in projections]
 
 
 def require(config: Any, name: str, *accepted: Any) -> None:
@@ -95,13 +98,13 @@ def require(config: Any, name: str, *accepted: Any) -> None:
 
 
 def shape_options(config: Any) -> dict[str, Any]:
-    """What all of transformers' configurations call by the same names."""
-    kept = (
+    """Return the options with the same name in all configurations of transformers."""
+    names = (
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
         "max_position_embeddings", "tie_word_embeddings", "initializer_range",
         "bos_token_id", "eos_token_id", "pad_token_id",
     )  # fmt: skip
-    return {name: getattr(config, name) for name in kept}
+    return {name: getattr(config, name) for name in names}
 
 
 def rotary_options(config: Any) -> dict[str, Any]:
@@ -109,7 +112,7 @@ def rotary_options(config: Any) -> dict[str, Any]:
     kind = rotation.get("rope_type", "default")
     if kind != "default":
         raise ValueError(
-            f"the source has rotary positions of the type {kind!r}; only 'default' can be converted"
+            f"the source has rotary positions of type {kind!r}; only 'default' can be converted"
         )
     return {
         "positions": "rotary",
@@ -130,8 +133,8 @@ def gpt2_options(config: Any) -> dict[str, Any]:
     }
 
 
-def gpt2_block(model: Any, layer: Any, index: int) -> Block:
-    # GPT-2 keeps its matrices with the inputs first.
+def gpt2_block(model: PreTrainedModel, layer: Any, index: int) -> Block:
+    # GPT-2 stores its matrices as [in, out].
     q, k, v = (
         affine(weight.T, bias)
         for weight, bias in zip(
@@ -146,8 +149,8 @@ def gpt2_block(model: Any, layer: Any, index: int) -> Block:
         affine(module.weight.T, module.bias)
         for module in (layer.attn.c_proj, layer.mlp.c_fc, layer.mlp.c_proj)
     )
-    q, k, v = after(layer.ln_1, q, k, v)
-    (up,) = after(layer.ln_2, up)
+    q, k, v = fold_norm(layer.ln_1, q, k, v)
+    (up,) = fold_norm(layer.ln_2, up)
     return Block(q, k, v, o, up, down)
 
 
@@ -162,9 +165,9 @@ def neox_options(config: Any) -> dict[str, Any]:
     }
 
 
-def neox_block(model: Any, layer: Any, index: int) -> Block:
+def neox_block(model: PreTrainedModel, layer: Any, index: int) -> Block:
     whole = linear(layer.attention.query_key_value)
-    heads = (model.config.num_attention_heads, 3, -1)  # each head has its q, k and v together
+    heads = (model.config.num_attention_heads, 3, -1)  # each head stores its q, k and v together
     q, k, v = (
         Affine(weight.flatten(0, 1), bias.flatten())
         for weight, bias in zip(
@@ -173,8 +176,8 @@ def neox_block(model: Any, layer: Any, index: int) -> Block:
             strict=True,
         )
     )
-    q, k, v = after(layer.input_layernorm, q, k, v)
-    (up,) = after(layer.post_attention_layernorm, linear(layer.mlp.dense_h_to_4h))
+    q, k, v = fold_norm(layer.input_layernorm, q, k, v)
+    (up,) = fold_norm(layer.post_attention_layernorm, linear(layer.mlp.dense_h_to_4h))
     return Block(q, k, v, linear(layer.attention.dense), up, linear(layer.mlp.dense_4h_to_h))
 
 
@@ -184,7 +187,7 @@ def llama_options(config: Any) -> dict[str, Any]:
     window = getattr(config, "sliding_window", None)
     if window is not None and window < config.max_position_embeddings:
         raise ValueError(
-            f"the source attends through a window of {window} positions; only attention to all "
+            f"the source has a sliding window of {window} positions; only full attention to all "
             f"{config.max_position_embeddings} can be converted"
         )
     return {
@@ -197,33 +200,33 @@ def llama_options(config: Any) -> dict[str, Any]:
     }
 
 
-def llama_block(model: Any, layer: Any, index: int) -> Block:
+def llama_block(model: PreTrainedModel, layer: Any, index: int) -> Block:
     attention, mlp = layer.self_attn, layer.mlp
-    q, k, v = after(
+    q, k, v = fold_norm(
         layer.input_layernorm,
         *map(linear, (attention.q_proj, attention.k_proj, attention.v_proj)),
     )
-    up, gate = after(layer.post_attention_layernorm, linear(mlp.up_proj), linear(mlp.gate_proj))
+    up, gate = fold_norm(layer.post_attention_layernorm, linear(mlp.up_proj), linear(mlp.gate_proj))
     return Block(q, k, v, linear(attention.o_proj), up, linear(mlp.down_proj), gate)
 
 
-def twin_options(config: Any) -> dict[str, Any]:
-    kept = (
+def baseline_options(config: Any) -> dict[str, Any]:
+    names = (
         "num_key_value_heads", "positions", "rotary_fraction", "rotary_base", "norm", "norm_eps",
         "final_norm_parameters", "residual", "hidden_act",
     )  # fmt: skip
-    return shape_options(config) | {name: getattr(config, name) for name in kept}
+    return shape_options(config) | {name: getattr(config, name) for name in names}
 
 
-def twin_block(model: Any, layer: Any, index: int) -> Block:
+def baseline_block(model: PreTrainedModel, layer: Any, index: int) -> Block:
     attention, ffn = layer.attention, layer.ffn
-    q, k, v = after(layer.attention_norm, *map(linear, (attention.q, attention.k, attention.v)))
+    q, k, v = fold_norm(layer.attention_norm, *map(linear, (attention.q, attention.k, attention.v)))
     inner = (ffn.up, ffn.gate) if model.config.mlp == "swiglu" else (ffn.up,)
-    up, *gate = after(layer.ffn_norm, *map(linear, inner))
+    up, *gate = fold_norm(layer.ffn_norm, *map(linear, inner))
     return Block(q, k, v, linear(attention.o), up, linear(ffn.down), *gate)
 
 
-LLAMA = Frame(
+LLAMA = Architecture(
     llama_options,
     llama_block,
     layers="model.layers",
@@ -232,8 +235,8 @@ LLAMA = Frame(
     output="self_attn.o_proj",
     final_norm="model.norm",
 )
-FRAMES = {
-    "gpt2": Frame(
+ARCHITECTURES = {
+    "gpt2": Architecture(
         gpt2_options,
         gpt2_block,
         layers="transformer.h",
@@ -243,7 +246,7 @@ FRAMES = {
         final_norm="transformer.ln_f",
         positions="transformer.wpe",
     ),
-    "gpt_neox": Frame(
+    "gpt_neox": Architecture(
         neox_options,
         neox_block,
         layers="gpt_neox.layers",
@@ -255,9 +258,9 @@ FRAMES = {
     "llama": LLAMA,
     "mistral": LLAMA,
     "qwen2": LLAMA,
-    "tokenformer_transformer": Frame(
-        twin_options,
-        twin_block,
+    "tokenformer_transformer": Architecture(
+        baseline_options,
+        baseline_block,
         layers="model.layers",
         attention_norm="attention_norm",
         ffn_norm="ffn_norm",
@@ -269,15 +272,15 @@ FRAMES = {
 
 
 @torch.no_grad()
-def outer_tensors(model: Any, frame: Frame) -> dict[str, Tensor]:
-    """What is outside the blocks, under our names."""
-    norm = model.get_submodule(frame.final_norm)
+def tensors_outside_blocks(model: PreTrainedModel, architecture: Architecture) -> dict[str, Tensor]:
+    """Return the embeddings, positions, final norm and head, by our names."""
+    norm = model.get_submodule(architecture.final_norm)
     tensors = {f"model.norm.{name}": tensor for name, tensor in norm.named_parameters()}
     tensors["model.embed_tokens.weight"] = model.get_input_embeddings().weight
     if not model.config.tie_word_embeddings:
         tensors["lm_head.weight"] = model.get_output_embeddings().weight
-    if frame.positions is not None:
-        table = getattr(model.get_submodule(frame.positions), "weight", None)
+    if architecture.positions is not None:
+        table = getattr(model.get_submodule(architecture.positions), "weight", None)
         if table is not None:
             tensors["model.positions.weight"] = table
     return tensors

@@ -1,4 +1,4 @@
-"""What became of a Transformer: the tokens of every map, and how far each is from the original."""
+"""The report of a Transformer conversion: size and error of every projection and of the model."""
 
 import json
 import math
@@ -12,33 +12,33 @@ REPORT = "conversion.json"
 
 
 @dataclass(frozen=True)
-class ConvertedMap:
-    """One Pattention layer and the map it stands for."""
+class ProjectionReport:
+    """One Pattention layer and the projection it replaces."""
 
     name: str
     form: str
-    """How its tokens were made: pair, shift, own rows or fitted."""
+    """How its tokens were constructed: pair, shift, own rows or fitted."""
     tokens: int
     scale: float
     parameters_before: int
     parameters_after: int
     error: float
-    """||ours - source|| / ||source|| over the rows that reach it in the source."""
+    """||ours - source|| / ||source|| of its output, on inputs of the source."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two models on the same tokens, in nats a token."""
+    """The converted model against its source on the same tokens, in nats per token."""
 
     tokens: int
     source_loss: float
     loss: float
     divergence: float
-    """Kullback-Leibler divergence of ours from the source's next-token distribution."""
+    """KL divergence of our next-token distribution from the source's."""
     agreement: float
-    """Share of tokens where both find the same next one the likeliest."""
+    """Share of tokens with the same most likely next token."""
     logit_error: float
-    """||ours - source|| / ||source||, with the mean taken from each row of logits."""
+    """||ours - source|| / ||source||, with the mean subtracted from each row of logits."""
 
     def __str__(self) -> str:
         return (
@@ -49,8 +49,8 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Distilled:
-    """After so many steps of training towards the source."""
+class DistillationResult:
+    """The comparison after distillation from the source."""
 
     steps: int
     comparison: Comparison
@@ -63,17 +63,17 @@ def perplexity(loss: float) -> str:
 @dataclass
 class ConversionReport:
     source: str
-    """The kind of model, such as gpt2."""
+    """The `model_type` of the source, such as gpt2."""
     linear: str
     parameters_before: int
     parameters_after: int
-    maps: list[ConvertedMap]
+    maps: list[ProjectionReport]
     measured_on: str
-    """`text` or, where none was given, `random tokens`."""
+    """`text`, or `random tokens` if no data was given."""
     comparison: Comparison
-    distilled: Distilled | None = None
+    distilled: DistillationResult | None = None
     tokenizer: str | None = None
-    """Where it came from."""
+    """Where the tokenizer was found."""
 
     @property
     def max_error(self) -> float:
@@ -93,7 +93,7 @@ class ConversionReport:
         rows: list[tuple[str, ...]] = [
             ("", "form", "tokens", "parameters", "error, mean", "largest")
         ]
-        rows += [cells(kind, parts) for kind, parts in gathered(self.maps).items()]
+        rows += [cells(kind, parts) for kind, parts in group_by_projection(self.maps).items()]
         widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
         for row in rows:
             first, *others = (
@@ -107,15 +107,15 @@ class ConversionReport:
         return "\n".join(lines)
 
 
-def gathered(maps: list[ConvertedMap]) -> dict[str, list[ConvertedMap]]:
-    """The same map of all layers together."""
-    groups: dict[str, list[ConvertedMap]] = {}
+def group_by_projection(maps: list[ProjectionReport]) -> dict[str, list[ProjectionReport]]:
+    """Group the reports of the same projection in all layers."""
+    groups: dict[str, list[ProjectionReport]] = {}
     for part in maps:
         groups.setdefault(without_layer_number(part.name), []).append(part)
     return groups
 
 
-def cells(kind: str, parts: list[ConvertedMap]) -> tuple[str, ...]:
+def cells(kind: str, parts: list[ProjectionReport]) -> tuple[str, ...]:
     first, errors = parts[0], [part.error for part in parts]
     return (
         kind if len(parts) > 1 else first.name,

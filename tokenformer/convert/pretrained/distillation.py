@@ -1,19 +1,20 @@
-"""A converted model brought back to what its source says: a short training run on its logits.
+"""Distillation: a short training run of a converted model on the logits of its source.
 
-The loss is the Kullback-Leibler divergence of ours from the source's next-token distribution. It
-begins near zero, and Adam's steps are as long where there is little to gain as where there is much:
-the rate must be far below one for training from scratch. Nothing else of the loop differs.
+The loss is the KL divergence of our next-token distribution from the source's. It starts near zero,
+and the size of Adam's steps does not shrink with the gradient, so the learning rate must be far
+below that of training from scratch. The training loop is the usual one.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
 
-from tokenformer.data.token_ids import TokenSequence
+from tokenformer.data.corpus import TokenSequence
+from tokenformer.models.language import TokenformerForCausalLM
 from tokenformer.train.loop import Loop, train
 from tokenformer.train.metrics import Row
 from tokenformer.train.options import OptimizerOptions, RunOptions, ScheduleOptions
@@ -21,21 +22,21 @@ from tokenformer.train.task import LanguageTask
 
 
 class DivergenceLoss(nn.Module):
-    """[B, T + 1] token ids -> the divergence from the source, summed over B T tokens."""
+    """Token ids [B, T + 1] -> KL divergence from the source, summed over B T tokens."""
 
-    def __init__(self, model: Any, source: Any) -> None:
+    def __init__(self, model: PreTrainedModel, source: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.source = [source]  # not a submodule: it is neither trained nor sharded
+        self.source = [source]  # in a list, so not a submodule: neither trained nor sharded
 
     def forward(self, tokens: Tensor) -> Tensor:
         inputs = tokens[:, :-1]
         with torch.no_grad():
-            wanted = self.source[0](input_ids=inputs, use_cache=False).logits
-        found = self.model(input_ids=inputs, use_cache=False).logits
+            target = self.source[0](input_ids=inputs, use_cache=False).logits
+        logits = self.model(input_ids=inputs, use_cache=False).logits
         return F.kl_div(
-            found.float().log_softmax(-1),
-            wanted.float().log_softmax(-1),
+            logits.float().log_softmax(-1),
+            target.float().log_softmax(-1),
             reduction="sum",
             log_target=True,
         )
@@ -43,9 +44,9 @@ class DivergenceLoss(nn.Module):
 
 @dataclass
 class DistillationTask(LanguageTask):
-    """Text as the source of it sees it: the loop's task whose loss is the divergence."""
+    """Language modelling with the divergence from the source as loss."""
 
-    source: Any = field(kw_only=True)
+    source: PreTrainedModel = field(kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,9 +57,9 @@ class DistillationTask(LanguageTask):
         return {"val_divergence": loss}
 
 
-def distil(
-    model: Any,
-    source: Any,
+def distill_model(
+    model: TokenformerForCausalLM,
+    source: PreTrainedModel,
     tokens: TokenSequence,
     held_out: TokenSequence,
     *,
@@ -69,7 +70,7 @@ def distil(
     seed: int = 0,
     on_step: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Train `model` in place towards `source`; returns a row of metrics for every step."""
+    """Train `model` in place to match `source`; return the metrics of every step."""
     task = DistillationTask(model, tokens, held_out, length, seed=seed, source=source)
     loop = Loop(
         task,
@@ -81,7 +82,7 @@ def distil(
             seed=seed,
             validate_every=max(1, steps // 4),
             validation_sequences=16,
-            spike_factor=1e6,  # a loss that begins at nothing may multiply
+            spike_factor=1e6,  # the loss starts near zero, so large factors are normal
         ),
     )
     return train(loop, on_step)

@@ -89,10 +89,10 @@ def merge(
     check_mergeable(a, b)
     others = {name: tensor.to(a.device) for name, tensor in b.state_dict().items()}
     replacements = {}
-    for name, (place, module) in token_layers(a).items():
+    for name, (projection, module) in token_layers(a).items():
         pair = TokenSet.of(module), TokenSet.of(b.get_submodule(name), a.device)
         replacements[name] = merge_layer(
-            *pair, module.theta, 0.5 if own == "average" else 1.0, b.config.row_rates(*place)
+            *pair, module.theta, 0.5 if own == "average" else 1.0, b.config.row_rates(*projection)
         )
 
     def combined(name: str, tensor: Tensor) -> tuple[Tensor, ParameterMapping]:

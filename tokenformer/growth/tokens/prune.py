@@ -73,7 +73,7 @@ def prune(
         sizes = counts_without_idle(model, idle)
     else:
         sizes = pruned_token_counts(model.config, keep, tokens)
-    counts = {name: sizes[place] for name, (place, _) in token_layers(model).items()}
+    counts = {name: sizes[projection] for name, (projection, _) in token_layers(model).items()}
     losing = [name for name, count in counts.items() if len(idle[name]) - count > idle[name].sum()]
     if not losing:
         kept = {name: rows_to_keep(count, idle[name]) for name, count in counts.items()}
@@ -129,9 +129,9 @@ def keep_tokens(
 
 def kept_share(share: Tensor, rows: Tensor) -> float:
     """Return the share of the norm of these rows; exactly 1 if the others have none."""
-    gone = torch.ones(len(share), dtype=torch.bool)
-    gone[rows] = False
-    held, lost = share[rows].sum().item(), share[gone].sum().item()
+    dropped = torch.ones(len(share), dtype=torch.bool)
+    dropped[rows] = False
+    held, lost = share[rows].sum().item(), share[dropped].sum().item()
     return held / (held + lost) if held > 0 else 1.0  # a scale is positive
 
 
@@ -155,7 +155,8 @@ def idle_tokens(module: Pattention) -> Tensor:
 def counts_without_idle(model: nn.Module, idle: Mapping[str, Tensor]) -> TokenCounts:
     """Return the token counts without idle tokens, at least 1 per layer."""
     return {
-        place: max(1, int((~idle[name]).sum())) for name, (place, _) in token_layers(model).items()
+        projection: max(1, int((~idle[name]).sum()))
+        for name, (projection, _) in token_layers(model).items()
     }
 
 

@@ -15,13 +15,13 @@ from tokenformer.growth.growth_report import ChangedPart, GrowthReport
 from tokenformer.growth.model_from_tensors import ModelT, build_model
 from tokenformer.growth.parameter_mapping import ParameterMapping
 from tokenformer.growth.probe import layer_change, output_change
-from tokenformer.growth.tokens.token_counts import Place, TokenCounts, config_with_tokens
+from tokenformer.growth.tokens.token_counts import LayerProjection, TokenCounts, config_with_tokens
 from tokenformer.growth.tokens.token_set import Replacement, TokenSet, token_layers
 from tokenformer.layers.pattention import Pattention
 from tokenformer.models.accounting import count_parameters
 from tokenformer.models.configuration import TokenConfig
 
-Replace = Callable[[str, Place, TokenSet], Replacement]
+Replace = Callable[[str, LayerProjection, TokenSet], Replacement]
 """(layer name, projection and layer number, old tokens) -> new tokens."""
 CopyTensor = Callable[[str, Tensor], tuple[Tensor, ParameterMapping]]
 """Makes the new tensor, for tensors other than tokens."""
@@ -36,7 +36,7 @@ class TokenRewrite:
 
     def __init__(
         self,
-        layers: Mapping[str, tuple[Place, Pattention]],
+        layers: Mapping[str, tuple[LayerProjection, Pattention]],
         config: TokenConfig,
         replace: Replace,
         *,
@@ -52,8 +52,8 @@ class TokenRewrite:
         """Whether the old scale is read from the layer in memory, where training may have changed
         it, instead of the configuration."""
         self.sizes: TokenCounts = {}
-        self.scales: dict[Place, float] = {}
-        self.rates: dict[Place, list[float]] = {}
+        self.scales: dict[LayerProjection, float] = {}
+        self.rates: dict[LayerProjection, list[float]] = {}
         self.parts: list[ChangedPart] = []
         self.mappings: dict[str, ParameterMapping] = {}
 
@@ -76,21 +76,21 @@ class TokenRewrite:
         return made
 
     def rewrite_layer(self, layer: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        place, module = self.layers[layer]
+        projection, module = self.layers[layer]
         scale_name = f"{layer}.scale_tokens"
         learned_before = self.before.learned_scale
         if self.live_scale:
             scale = TokenSet.of(module).scale
         else:
-            scale = read(scale_name).item() if learned_before else self.before.scale(*place)
+            scale = read(scale_name).item() if learned_before else self.before.scale(*projection)
         before = TokenSet(read(f"{layer}.key_tokens"), read(f"{layer}.value_tokens"), scale)
-        new = self.replace(layer, place, before)
+        new = self.replace(layer, projection, before)
         after = new.tokens
-        self.sizes[place], self.scales[place] = after.size, after.scale
-        rates = self.before.row_rates(*place)
+        self.sizes[projection], self.scales[projection] = after.size, after.scale
+        rates = self.before.row_rates(*projection)
         if self.old_rate is not None:
             rates = [self.old_rate] * before.size
-        self.rates[place] = new.rates(rates)
+        self.rates[projection] = new.rates(rates)
         self.mappings |= new.mappings(layer)
         old, new_tokens = ((t.keys, t.values, t.scale) for t in (before, after))
         change = layer_change(module, old, new_tokens, self.seed)
@@ -156,7 +156,7 @@ def replace_tokens(
     rewrite = TokenRewrite(
         token_layers(model),
         config,
-        lambda layer, place, before: replacements[layer],
+        lambda layer, projection, before: replacements[layer],
         learned_scale=config.learned_scale if learned_scale is None else learned_scale,
         copy=copy,
         live_scale=True,

@@ -10,9 +10,9 @@ from typing import Any
 
 from tokenformer.models.configuration import PROJECTIONS, TokenConfig, Tokens
 
-Place = tuple[str, int]
+LayerProjection = tuple[str, int]
 """A projection (q, k, v, o or ffn) and its layer number."""
-TokenCounts = dict[Place, int]
+TokenCounts = dict[LayerProjection, int]
 """Number of tokens of each projection."""
 
 TOKEN_OPTIONS = ("qkv_tokens", "output_tokens", "ffn_tokens", "q_tokens", "k_tokens", "v_tokens")
@@ -68,7 +68,7 @@ def pruned_token_counts(
     before = token_counts(config)
     if keep is not None:
         check_share("keep", keep)
-        return {place: token_share(size, keep) for place, size in before.items()}
+        return {projection: token_share(size, keep) for projection, size in before.items()}
     after = token_counts(resized_config(config, tokens))
     for (projection, layer), size in after.items():
         if size > before[projection, layer]:
@@ -104,10 +104,10 @@ def token_share(size: int, share: float) -> int:
 def config_with_tokens(
     config: TokenConfig,
     sizes: TokenCounts,
-    scales: Mapping[Place, float] | None = None,
+    scales: Mapping[LayerProjection, float] | None = None,
     *,
     learned_scale: bool = False,
-    rates: Mapping[Place, list[float]] | None = None,
+    rates: Mapping[LayerProjection, list[float]] | None = None,
 ) -> TokenConfig:
     """Return `config` with other token counts, scales and learning rate factors."""
     options = config.to_dict()
@@ -125,11 +125,11 @@ def config_with_tokens(
     options["scale_tokens"] = own or None
     options["learned_scale"] = learned_scale
     slow = {
-        place: run_lengths(of_rows)
-        for place, of_rows in (rates or {}).items()
+        projection: run_lengths(of_rows)
+        for projection, of_rows in (rates or {}).items()
         if set(of_rows) != {1}
     }
-    projections = [p for p in PROJECTIONS if any(place[0] == p for place in slow)]
+    projections = [p for p in PROJECTIONS if any(projection[0] == p for projection in slow)]
     options["token_rates"] = {
         p: [slow.get((p, layer)) for layer in layers] for p in projections
     } or None
@@ -141,7 +141,7 @@ def collapse_equal(counts: list[int]) -> Tokens:
 
 
 def explicit_scale(
-    projection: str, layer: int, sizes: TokenCounts, scales: Mapping[Place, float]
+    projection: str, layer: int, sizes: TokenCounts, scales: Mapping[LayerProjection, float]
 ) -> float | None:
     """Return the scale of a projection, or None if it equals the token count."""
     scale = scales.get((projection, layer))

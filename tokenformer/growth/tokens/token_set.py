@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tokenformer.growth.parameter_mapping import NEW, ParameterMapping
-from tokenformer.growth.tokens.token_counts import Place, check_not_quantized
+from tokenformer.growth.tokens.token_counts import LayerProjection, check_not_quantized
 from tokenformer.layers.pattention import Pattention
 from tokenformer.models.configuration import TokenConfig
 
@@ -58,7 +58,7 @@ class Replacement:
         }
 
 
-def token_layers(model: nn.Module) -> dict[str, tuple[Place, Pattention]]:
+def token_layers(model: nn.Module) -> dict[str, tuple[LayerProjection, Pattention]]:
     """Return the Pattention layers by name, each with its projection and layer number."""
     found = {}
     for name, module in model.named_modules():

@@ -41,10 +41,10 @@ def advanced_knowledge(expansion: Expansion) -> GrownWeights:
 
 def next_layer(expansion: Expansion, name: str) -> str | None:
     """Return the name of the same matrix in the next layer, if there is one."""
-    layer, place = split_name(name)
+    layer, suffix = split_name(name)
     if layer is None or expansion.old[name].ndim < 2:
         return None
-    above = full_name(layer + 1, place)
+    above = full_name(layer + 1, suffix)
     return above if above in expansion.old else None
 
 

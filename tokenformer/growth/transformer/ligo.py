@@ -94,10 +94,10 @@ def initial_mixing(expansion: Expansion) -> Mixing:
         "final": tiles(stream, before.hidden_size, generator, shared=tied),
     }
     for name, weight in expansion.old.items():
-        layer, place = split_name(name)
+        layer, suffix = split_name(name)
         if layer is None:
             continue
-        module = place.rpartition(".")[0]
+        module = suffix.rpartition(".")[0]
         last = module.rpartition(".")[2]
         if axis := READERS.get(last) or WRITERS.get(last):
             replicas: Replicas = getattr(layer_replicas(expansion, layer, cyclic), axis)
@@ -106,7 +106,7 @@ def initial_mixing(expansion: Expansion) -> Mixing:
         depth = torch.zeros(after.num_hidden_layers, before.num_hidden_layers)
         sources = stacked_layers(before.num_hidden_layers, after.num_hidden_layers)
         depth[range(len(sources)), sources] = 1.0
-        mixing[f"depth.{place}"] = depth
+        mixing[f"depth.{suffix}"] = depth
     dtype = torch.promote_types(expansion.dtype, torch.float32)
     return {
         name: tensor.to(expansion.device, dtype).requires_grad_() for name, tensor in mixing.items()
@@ -129,19 +129,19 @@ def mix(expansion: Expansion, mixing: Mixing) -> dict[str, Tensor]:
     wide = {name: widen_parameter(name, weight, mixing) for name, weight in expansion.old.items()}
     weights = {}
     for name in expansion.names:
-        layer, place = split_name(name)
+        layer, suffix = split_name(name)
         if layer is None:
             weights[name] = wide[name]
         else:
-            layers = [wide[full_name(n, place)] for n in range(expansion.before.num_hidden_layers)]
-            shares = mixing[f"depth.{place}"][layer]
+            layers = [wide[full_name(n, suffix)] for n in range(expansion.before.num_hidden_layers)]
+            shares = mixing[f"depth.{suffix}"][layer]
             weights[name] = torch.tensordot(shares, torch.stack(layers), 1)
     return weights
 
 
 def widen_parameter(name: str, weight: Tensor, mixing: Mixing) -> Tensor:
-    layer, place = split_name(name)
-    module = place.rpartition(".")[0]
+    layer, suffix = split_name(name)
+    module = suffix.rpartition(".")[0]
     last = module.rpartition(".")[2]
     written, read = mixing["written"], mixing["read"]
     weight = weight.to(written)

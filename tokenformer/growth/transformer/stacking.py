@@ -19,9 +19,9 @@ def stacking(expansion: Expansion) -> GrownWeights:
     layers = stacked_layers(before.num_hidden_layers, after.num_hidden_layers)
     mappings = {}
     for name in expansion.names:
-        layer, place = split_name(name)
+        layer, suffix = split_name(name)
         mappings[name] = ParameterMapping(
-            name if layer is None else full_name(layers[layer], place)
+            name if layer is None else full_name(layers[layer], suffix)
         )
     parameters = {name: expansion.map_old(name, mapping) for name, mapping in mappings.items()}
     return GrownWeights(after, parameters, mappings, exact=len(layers) == before.num_hidden_layers)

@@ -39,20 +39,20 @@ def target_config(
     if (to is None) == (not sizes):
         raise ValueError(f"give either a size to grow to or any of {', '.join(SIZES)}")
     if isinstance(to, str):
-        wanted = config_sizes(TransformerConfig.from_preset(to, mlp=config.mlp))
-        wanted["num_key_value_heads"] = key_value_heads(config, wanted["num_attention_heads"])
+        target = config_sizes(TransformerConfig.from_preset(to, mlp=config.mlp))
+        target["num_key_value_heads"] = key_value_heads(config, target["num_attention_heads"])
     elif to is not None:
         check_fixed_options(config, to)
-        wanted = config_sizes(to)
+        target = config_sizes(to)
     else:
-        wanted = complete_sizes(config, sizes)
-    for name, size in wanted.items():
+        target = complete_sizes(config, sizes)
+    for name, size in target.items():
         if size < getattr(config, name):
             raise ValueError(
                 f"{name}={size} is less than the model's {getattr(config, name)}; "
                 "growth cannot shrink a model"
             )
-    after = TransformerConfig.from_dict({**config.to_dict(), **wanted})
+    after = TransformerConfig.from_dict({**config.to_dict(), **target})
     check_heads(config, after)
     return after
 
@@ -63,28 +63,28 @@ def config_sizes(config: TransformerConfig) -> dict[str, int]:
 
 def complete_sizes(config: TransformerConfig, sizes: Mapping[str, int]) -> dict[str, int]:
     """Return all sizes: heads follow the width or the width the heads, the rest in proportion."""
-    wanted = {**config_sizes(config), **sizes}
+    target = {**config_sizes(config), **sizes}
     if "hidden_size" not in sizes:
-        wanted["hidden_size"] = wanted["num_attention_heads"] * config.head_dim
+        target["hidden_size"] = target["num_attention_heads"] * config.head_dim
     elif "num_attention_heads" not in sizes:
-        heads, rest = divmod(wanted["hidden_size"], config.head_dim)
+        heads, rest = divmod(target["hidden_size"], config.head_dim)
         if rest:
             raise ValueError(
-                f"hidden_size={wanted['hidden_size']} must be a multiple of {config.head_dim}, "
+                f"hidden_size={target['hidden_size']} must be a multiple of {config.head_dim}, "
                 "the size of a head"
             )
-        wanted["num_attention_heads"] = heads
+        target["num_attention_heads"] = heads
     if "num_key_value_heads" not in sizes:
-        wanted["num_key_value_heads"] = key_value_heads(config, wanted["num_attention_heads"])
+        target["num_key_value_heads"] = key_value_heads(config, target["num_attention_heads"])
     if "intermediate_size" not in sizes:
-        units, rest = divmod(config.intermediate_size * wanted["hidden_size"], config.hidden_size)
+        units, rest = divmod(config.intermediate_size * target["hidden_size"], config.hidden_size)
         if rest:
             raise ValueError(
-                f"hidden_size={wanted['hidden_size']}: intermediate_size in proportion is not an "
+                f"hidden_size={target['hidden_size']}: intermediate_size in proportion is not an "
                 "integer; give intermediate_size too"
             )
-        wanted["intermediate_size"] = units
-    return wanted
+        target["intermediate_size"] = units
+    return target
 
 
 def key_value_heads(config: TransformerConfig, heads: int) -> int:

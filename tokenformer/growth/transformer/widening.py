@@ -143,7 +143,7 @@ def widen(
     parameters: dict[str, Tensor] = {}
     mappings: dict[str, ParameterMapping] = {}
     for name in expansion.names:
-        layer, place = split_name(name)
+        layer, suffix = split_name(name)
         source = None if layer is None else layers[layer]
         if layer is not None and source is None:
             parameters[name], mappings[name] = (
@@ -151,10 +151,10 @@ def widen(
                 ParameterMapping(None),
             )
             continue
-        module = place.rpartition(".")[0]
+        module = suffix.rpartition(".")[0]
         tied = module == FINAL_NORM and expansion.before.tie_word_embeddings
         mapping = map_parameter(
-            full_name(source, place), stream, layer_maps[layer or 0], carries_shares=tied
+            full_name(source, suffix), stream, layer_maps[layer or 0], carries_shares=tied
         )
         # Padding channels of the stream hold the mean or zero, so they are not initialized.
         writes = module in EMBEDDINGS or module.rpartition(".")[2] in WRITERS

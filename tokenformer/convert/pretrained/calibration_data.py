@@ -1,4 +1,4 @@
-"""Text to fit and measure on: prepared shards, or a file."""
+"""Calibration data: text to fit and measure a conversion on, from a prepared corpus or a file."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,25 +9,24 @@ import torch
 from torch import Tensor
 
 from tokenformer.data.batches import fixed_batches
-from tokenformer.data.model_corpus import open_corpus
-from tokenformer.data.token_ids import TokenSequence
+from tokenformer.data.corpus import TokenSequence, open_corpus
 from tokenformer.errors import ConversionError, DataError
 
-LONGEST = 512
+MAX_LENGTH = 512
 SEQUENCES, HELD_OUT_SEQUENCES = 64, 16
 BATCH_SIZE = 8
 HELD_OUT_SHARE = 0.1
-"""Of a file, from its end."""
+"""Share of a text file that is held out, at its end."""
 
 
 @dataclass(frozen=True)
-class Text:
-    """Two parts of it as ids: one to fit or train on, one that is only measured on."""
+class CalibrationData:
+    """Token ids to fit or train on, and held-out token ids to measure on."""
 
     tokens: TokenSequence
     held_out: TokenSequence
     length: int
-    """Of the sequences it is taken in."""
+    """Tokens of a sequence."""
 
     def batches(self) -> list[Tensor]:
         return spread(self.tokens, self.length, SEQUENCES)
@@ -37,27 +36,27 @@ class Text:
 
 
 def spread(tokens: TokenSequence, length: int, sequences: int) -> list[Tensor]:
-    """Sequences spread over the text: token ids [B, length + 1]."""
+    """Return evenly spaced sequences of the text: token ids [B, length + 1]."""
     found = fixed_batches(tokens, batch_size=1, length=length, count=sequences)
     return list(torch.cat(found).split(BATCH_SIZE))
 
 
-def read_text(option: str, path: Path, tokenizer: Any, config: Any) -> Text:
-    """The splits train and validation of a prepared corpus, or a file and its end."""
+def read_calibration_data(option: str, path: Path, tokenizer: Any, config: Any) -> CalibrationData:
+    """Read the train and validation splits of a prepared corpus, or split a text file."""
     try:
         tokens, held_out = (
             from_corpus(path, tokenizer, config) if path.is_dir() else from_file(path, tokenizer)
         )
     except DataError as error:
         raise ConversionError(f"{option} {path}: {error}") from None
-    length = min(LONGEST, config.max_position_embeddings)
+    length = min(MAX_LENGTH, config.max_position_embeddings)
     for part in (tokens, held_out):
         if len(part) <= length:
             raise ConversionError(
-                f"{option} {path} is too short: {len(tokens)} tokens and {len(held_out)} to "
-                f"measure on; more than {length} of each are needed"
+                f"{option} {path} is too short: {len(tokens)} tokens and {len(held_out)} held out; "
+                f"more than {length} of each are needed"
             )
-    return Text(tokens, held_out, length)
+    return CalibrationData(tokens, held_out, length)
 
 
 def from_corpus(path: Path, tokenizer: Any, config: Any) -> tuple[TokenSequence, TokenSequence]:
@@ -67,7 +66,7 @@ def from_corpus(path: Path, tokenizer: Any, config: Any) -> tuple[TokenSequence,
 
 def from_file(path: Path, tokenizer: Any) -> tuple[TokenSequence, TokenSequence]:
     if tokenizer is None:
-        raise DataError("a text file needs a tokenizer, and the source has none; give --tokenizer")
+        raise DataError("a text file needs a tokenizer and the source has none; give --tokenizer")
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:

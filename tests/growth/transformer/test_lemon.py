@@ -1,16 +1,21 @@
-"""LEMON at widths that are no multiple: padded norms, shrunk eps, unequal shares."""
+"""LEMON at widths that are not a multiple: padded norms, smaller eps, unequal shares."""
 
 import pytest
 import torch
 
 import tokenformer
-from tests.growth.test_tokens import logits, moved
-from tests.growth.test_transformer import foretold, gradients, trained
+from tests.support.growth import (
+    compute_gradients,
+    expected_gradient,
+    logits,
+    relative_change,
+    trained_transformer,
+)
 
 
 @pytest.mark.parametrize(("norm", "held"), [("layer_norm", "mean"), ("rms_norm", "zero")])
 def test_the_stream_is_padded_by_what_the_norm_does_not_see(make_config, norm, held):
-    model, _ = trained(make_config, torch.float64, norm=norm)
+    model, _ = trained_transformer(make_config, torch.float64, norm=norm)
     grown, _ = tokenformer.grow(model, hidden_size=72, intermediate_size=90, method="lemon")
     old, new = model.model.embed_tokens.weight, grown.model.embed_tokens.weight
     assert torch.equal(new[:, :32], old)
@@ -29,19 +34,19 @@ def test_the_stream_is_padded_by_what_the_norm_does_not_see(make_config, norm, h
 
 def test_eps_shrinks_with_the_variance(make_config):
     """The one thing that would keep it from being exact, and by how much."""
-    model, _ = trained(make_config, torch.float64)
+    model, _ = trained_transformer(make_config, torch.float64)
     grown, _ = tokenformer.grow(model, hidden_size=48, method="lemon")
     assert grown.config.norm_eps == pytest.approx(1e-5 * 32 / 48)
-    assert moved(logits(model), logits(grown)) < 1e-12
+    assert relative_change(logits(model), logits(grown)) < 1e-12
     for norm in [m for m in grown.modules() if type(m).__name__ == "LayerNorm"]:
         norm.eps = 1e-5
-    assert 1e-7 < moved(logits(model), logits(grown)) < 1e-3
+    assert 1e-7 < relative_change(logits(model), logits(grown)) < 1e-3
     doubled, _ = tokenformer.grow(model, hidden_size=64, method="lemon")
     assert doubled.config.norm_eps == 1e-5
 
 
 def test_shares_differ_and_sum_to_one(make_config):
-    model, _ = trained(make_config, torch.float64)
+    model, _ = trained_transformer(make_config, torch.float64)
     grown, report = tokenformer.grow(model, intermediate_size=100, method="lemon")
     mapping = report.mappings["model.layers.0.ffn.down.weight"]
     totals = torch.zeros(40, dtype=torch.float64).index_add(0, mapping.columns, mapping.scale)
@@ -58,15 +63,15 @@ def test_shares_differ_and_sum_to_one(make_config):
 def test_gradients_of_the_stream_follow_the_shares_but_for_what_a_norm_takes_out(
     make_config, width
 ):
-    model, _ = trained(make_config, torch.float64)
+    model, _ = trained_transformer(make_config, torch.float64)
     grown, report = tokenformer.grow(model, hidden_size=width, method="lemon")
     for each in (model, grown):
-        gradients(each)
+        compute_gradients(each)
     for name, parameter in grown.named_parameters():
         mapping, found = report.mappings[name], parameter.grad
         copied = ~mapping.is_new(found.shape, found.device)
         size = (found * copied).norm()
-        by_share = ((found - foretold(model, report, name)) * copied).norm() / size
+        by_share = ((found - expected_gradient(model, report, name)) * copied).norm() / size
         if name.split(".")[-2] in ("q", "k", "v", "up", "norm"):
             assert by_share < 1e-9, name  # reads the stream: exact
         else:

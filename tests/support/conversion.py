@@ -1,7 +1,12 @@
-"""A checkpoint in the released layout, and what the released model makes of it: a forward pass from
-the paper and the layout alone, in plain torch, that shares no line with the package."""
+"""A checkpoint in the released layout, and the forward pass of the released model.
+
+The forward pass is written in plain torch from the paper and the layout, and shares no code with
+the package.
+"""
 
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,22 +40,22 @@ CONFIG: dict[str, Any] = {
 def make_state(
     dtype: torch.dtype = torch.float32, vocabulary: int = VOCABULARY, width: int = WIDTH
 ) -> dict[str, Tensor]:
-    """Weights large enough that every part moves the logits."""
+    """Return weights that are large enough for every part to change the logits."""
     torch.manual_seed(0)
 
-    def draw(*shape: int) -> Tensor:
+    def normal(*shape: int) -> Tensor:
         return torch.randn(*shape).mul(0.5).to(dtype)
 
-    state = {"sequential.0.word_embeddings.weight": draw(vocabulary, width)}
+    state = {"sequential.0.word_embeddings.weight": normal(vocabulary, width)}
     for layer in range(LAYERS):
         for part, count in TOKENS.items():
             for half in ("key", "value"):
                 name = f"sequential.{2 + layer}.attention.{part}.{half}_param_tokens"
-                state[name] = draw(count, width)
+                state[name] = normal(count, width)
         for half in ("key", "value"):
-            state[f"sequential.{2 + layer}.mlp.{half}_param_tokens"] = draw(FFN_TOKENS, width)
+            state[f"sequential.{2 + layer}.mlp.{half}_param_tokens"] = normal(FFN_TOKENS, width)
     for half in ("weight", "bias"):
-        state[f"sequential.{LAYERS + 3}.norm.{half}"] = draw(width)
+        state[f"sequential.{LAYERS + 3}.norm.{half}"] = normal(width)
     return state
 
 
@@ -74,8 +79,8 @@ def normalise(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, fraction: float, base: float) -> Tensor:
-    """The first channels of each head, channel i with channel i + half, as complex numbers; the
-    angles are float32, as everywhere. [H, T, D]"""
+    """Rotate the first channels of each head, pairing channel i with i + half as complex numbers.
+    The angles are float32. [H, T, D]"""
     turning = int(x.shape[-1] * fraction)
     half = turning // 2
     speeds = base ** (-torch.arange(half) * 2 / turning)
@@ -94,7 +99,7 @@ def released_logits(
     base: float = 10000.0,
     activation: str = "l2_norm_gelu",
 ) -> Tensor:
-    """The logits of one sequence. [T] -> [T, vocabulary]"""
+    """Return the logits of one sequence. [T] -> [T, vocabulary]"""
     state = {name: tensor.double() for name, tensor in state.items()}
     embedding = state["sequential.0.word_embeddings.weight"]
     x = embedding[ids]
@@ -122,3 +127,13 @@ def released_logits(
     last = f"sequential.{LAYERS + 3}.norm"
     x = normalise(x) * state[f"{last}.weight"] + state[f"{last}.bias"]
     return x @ embedding.T
+
+
+class CodeOnUnpickle:
+    """Creates a symbolic link at `path` when it is unpickled without `weights_only`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return os.symlink, ("nowhere", str(self.path))

@@ -1,4 +1,4 @@
-"""LiGO learns its mixing, and what it learned helps."""
+"""LiGO trains its mixing, and training lowers the loss."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tokenformer
-from tests.growth.test_transformer import logits, moved, trained
+from tests.support.growth import logits, relative_change, trained_transformer
 from tokenformer.growth.transformer import ligo
 
 
@@ -32,7 +32,7 @@ def loss(model):
     ids=str,
 )
 def test_more_steps_give_a_better_model(make_config, variant):
-    model, optimizer = trained(make_config, **variant)
+    model, optimizer = trained_transformer(make_config, **variant)
     sizes = {"hidden_size": 48, "num_hidden_layers": 3, "intermediate_size": 70}
     few, report = tokenformer.grow(model, **sizes, method="ligo", batches=batches(), steps=1)
     many, _ = tokenformer.grow(model, **sizes, method="ligo", batches=batches(), steps=25)
@@ -50,16 +50,16 @@ def test_more_steps_give_a_better_model(make_config, variant):
 def test_it_begins_near_the_function_that_is_there(make_config, monkeypatch):
     """Tiles without noise, before a step has moved them, are HyperCloning's."""
     monkeypatch.setattr(ligo, "INITIAL_NOISE", 0.0)
-    model, _ = trained(make_config, torch.float64)
+    model, _ = trained_transformer(make_config, torch.float64)
     grown, _ = tokenformer.grow(
         model, hidden_size=64, method="ligo", batches=batches(), steps=1, learning_rate=0.0
     )
-    assert moved(logits(model), logits(grown)) < 1e-12
+    assert relative_change(logits(model), logits(grown)) < 1e-12
     assert all(not p.requires_grad or p.is_leaf for p in grown.parameters())
 
 
 def test_batches_must_last(make_config):
-    model, _ = trained(make_config)
+    model, _ = trained_transformer(make_config)
     with pytest.raises(ValueError, match="batches ended after 2 of 3 steps"):
         tokenformer.grow(
             model,

@@ -1,4 +1,4 @@
-"""Tokens that compute what a linear map or a GELU network computes, to the last digits."""
+"""Tokens for linear projections and GELU MLPs are exact to rounding."""
 
 import math
 
@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from tokenformer import Pattention, pattention
-from tokenformer.convert.pretrained.constructions import (
-    FORMS,
+from tokenformer.convert.pretrained.token_construction import (
+    LINEAR_FORMS,
     Affine,
-    layer_norm_site,
+    layer_norm_space,
     linear_tokens,
     mlp_tokens,
-    rms_norm_site,
+    rms_norm_space,
 )
 
 SIZE = 24
@@ -30,9 +30,9 @@ def normed_rows(count: int = 200) -> torch.Tensor:
     return F.layer_norm(rows, (SIZE,), eps=1e-5)
 
 
-def attend(site, tokens, y, **options):
+def attend(space, tokens, y, **options):
     return pattention(
-        y + site.offset.to(y),
+        y + space.offset.to(y),
         tokens.keys.to(y),
         tokens.values.to(y),
         scale_tokens=tokens.scale,
@@ -45,12 +45,12 @@ def relative(found, wanted):
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", LINEAR_FORMS)
 @pytest.mark.parametrize("out", [7, SIZE, 40])
 def test_a_linear_map_with_bias_is_exact_after_a_layer_norm(seed, out, form, approximate):
-    linear, site, y = random_affine(out), layer_norm_site(SIZE), normed_rows()
-    tokens = linear_tokens(site, linear, form, approximate, HEAVY)
-    found = attend(site, tokens, y, approximate=approximate)
+    linear, space, y = random_affine(out), layer_norm_space(SIZE), normed_rows()
+    tokens = linear_tokens(space, linear, form, approximate, HEAVY)
+    found = attend(space, tokens, y, approximate=approximate)
     assert relative(found, linear(y)) < 1e-9
     channels = min(out, SIZE)
     assert tokens.size == (2 * channels if form == "pair" else channels) + 2
@@ -59,41 +59,41 @@ def test_a_linear_map_with_bias_is_exact_after_a_layer_norm(seed, out, form, app
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_a_gelu_network_with_biases_is_exact_after_a_layer_norm(seed, approximate):
     up, down = random_affine(50), random_affine(13, 50)
-    site, y = layer_norm_site(SIZE), normed_rows()
-    tokens = mlp_tokens(site, up, down, approximate, HEAVY)
+    space, y = layer_norm_space(SIZE), normed_rows()
+    tokens = mlp_tokens(space, up, down, approximate, HEAVY)
     wanted = down(F.gelu(up(y), approximate=approximate))
-    assert relative(attend(site, tokens, y, approximate=approximate), wanted) < 1e-9
+    assert relative(attend(space, tokens, y, approximate=approximate), wanted) < 1e-9
     assert tokens.size == 50 + 2
 
 
 def test_the_default_ballast_is_exact_to_what_fp32_can_tell(seed):
     up, down = random_affine(50), random_affine(13, 50)
-    site, y = layer_norm_site(SIZE), normed_rows()
+    space, y = layer_norm_space(SIZE), normed_rows()
     wanted = down(F.gelu(up(y)))
-    found = attend(site, mlp_tokens(site, up, down, "none"), y.float())
+    found = attend(space, mlp_tokens(space, up, down, "none"), y.float())
     assert relative(found.double(), wanted) < 1e-5
 
 
 def test_pairs_stand_bf16_and_shifts_do_not(seed):
     """Why there are two forms: a shift is subtracted again, which takes digits."""
-    linear, site, y = random_affine(SIZE), layer_norm_site(SIZE), normed_rows()
+    linear, space, y = random_affine(SIZE), layer_norm_space(SIZE), normed_rows()
     errors = {
         form: relative(
-            attend(site, linear_tokens(site, linear, form, "none"), y.bfloat16()).double(),
+            attend(space, linear_tokens(space, linear, form, "none"), y.bfloat16()).double(),
             linear(y),
         )
-        for form in FORMS
+        for form in LINEAR_FORMS
     }
     assert errors["pair"] < 0.01 < errors["shift"]
 
 
 def test_the_token_that_holds_the_norm_gets_no_weight_and_no_gradient(seed):
     """It must not be what training moves first: its score is enormous."""
-    up, down, site = random_affine(50), random_affine(13, 50), layer_norm_site(SIZE)
-    tokens = mlp_tokens(site, up, down, "none")
+    up, down, space = random_affine(50), random_affine(13, 50), layer_norm_space(SIZE)
+    tokens = mlp_tokens(space, up, down, "none")
     layer = Pattention(SIZE, 13, tokens.size, scale_tokens=tokens.scale).double()
     layer.load_state_dict({"key_tokens": tokens.keys, "value_tokens": tokens.values})
-    layer(normed_rows() + site.offset).square().sum().backward()
+    layer(normed_rows() + space.offset).square().sum().backward()
     assert layer.value_tokens.grad[-1].abs().max() == 0
     assert layer.value_tokens.grad[:-1].abs().min() > 0
     assert layer.key_tokens.grad[-1].norm() < layer.key_tokens.grad[:-1].norm(dim=1).min()
@@ -104,9 +104,9 @@ def test_after_an_rms_norm_a_direction_without_variance_costs_nothing(seed):
     plane = torch.linalg.qr(torch.randn(SIZE, SIZE).double())[0][:, 1:]
     y = F.rms_norm(torch.randn(4000, SIZE - 1).double() @ plane.T, (SIZE,))
     linear = random_affine(9)
-    site = rms_norm_site(y.mean(0), y.T.cov(), [linear])
-    tokens = linear_tokens(site, linear, "pair", "none", HEAVY)
-    assert relative(attend(site, tokens, y), linear(y)) < 1e-3  # the ridge is what is left
+    space = rms_norm_space(y.mean(0), y.T.cov(), [linear])
+    tokens = linear_tokens(space, linear, "pair", "none", HEAVY)
+    assert relative(attend(space, tokens, y), linear(y)) < 1e-3  # the ridge is what is left
 
 
 def test_after_an_rms_norm_the_least_is_given_up(seed):
@@ -116,22 +116,22 @@ def test_after_an_rms_norm_the_least_is_given_up(seed):
     y = F.rms_norm(torch.randn(4000, SIZE).double() * scales @ mix + 0.3, (SIZE,))
     linear = random_affine(40)
     covariance = y.T.cov()
-    site = rms_norm_site(y.mean(0), covariance, [linear])
-    tokens = linear_tokens(site, linear, "pair", "none", HEAVY)
-    found = (attend(site, tokens, y) - linear(y)).square().sum(1).mean()
+    space = rms_norm_space(y.mean(0), covariance, [linear])
+    tokens = linear_tokens(space, linear, "pair", "none", HEAVY)
+    found = (attend(space, tokens, y) - linear(y)).square().sum(1).mean()
 
     def error(direction):
         """Of the best keys with k.u = 0, and of a constant that moves with what is given up."""
         variance = 1 / (direction @ torch.linalg.solve(covariance, direction))
         lost = (linear.weight @ direction).square().sum()
         outputs = linear(y).square().sum(1).mean()
-        return variance * (lost + outputs / site.offset.square().sum())
+        return variance * (lost + outputs / space.offset.square().sum())
 
     others = [*torch.eye(SIZE).double(), torch.linalg.eigh(covariance)[1][:, 0]]
     assert found < min(error(direction) for direction in others)
-    assert math.isclose(found, error(site.offset / site.offset.norm()), rel_tol=0.1)
+    assert math.isclose(found, error(space.offset / space.offset.norm()), rel_tol=0.1)
 
 
 def test_an_unknown_form_is_refused():
     with pytest.raises(ValueError, match="linear='halves' is unknown; choose one of pair, shift"):
-        linear_tokens(layer_norm_site(SIZE), random_affine(5), "halves", "none")
+        linear_tokens(layer_norm_space(SIZE), random_affine(5), "halves", "none")

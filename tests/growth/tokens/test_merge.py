@@ -1,4 +1,4 @@
-"""Joining: exact where both models are one, the mean of both where they are two."""
+"""Merging: exact for two equal models, the mean of two different ones."""
 
 import copy
 
@@ -6,8 +6,13 @@ import pytest
 import torch
 
 import tokenformer
-from tests.growth.conftest import train_on
-from tests.growth.test_tokens import logits, moved, train_once, trained
+from tests.support.growth import (
+    logits,
+    relative_change,
+    train_on_text,
+    train_once,
+    trained_tokenformer,
+)
 from tokenformer.growth.parameter_mapping import NEW
 from tokenformer.growth.tokens.merge import merge_layer
 from tokenformer.growth.tokens.token_set import TokenSet
@@ -19,7 +24,7 @@ LARGER = {"qkv_tokens": 40, "output_tokens": 30, "ffn_tokens": [120, 96]}
 @pytest.mark.parametrize("own", ["average", "sum"])
 @pytest.mark.parametrize("theta", THETAS)
 def test_a_model_joined_with_itself_is_itself(make_config, theta, own):
-    model, _ = trained(make_config, theta=theta)
+    model, _ = trained_tokenformer(make_config, theta=theta)
     again, report = tokenformer.merge(model, copy.deepcopy(model), own=own)
     assert again.config.to_dict() == model.config.to_dict()
     for name, parameter in model.named_parameters():
@@ -30,18 +35,18 @@ def test_a_model_joined_with_itself_is_itself(make_config, theta, own):
 @pytest.mark.parametrize("own", ["average", "sum"])
 @pytest.mark.parametrize("theta", ["l2_gelu", "gelu_l2", "l1_gelu"])
 def test_zero_keys_join_exactly_whoever_has_them(make_config, theta, own):
-    model, _ = trained(make_config, torch.float64, theta=theta)
+    model, _ = trained_tokenformer(make_config, torch.float64, theta=theta)
     one, _ = tokenformer.grow(model, **LARGER, seed=1)
     two, _ = tokenformer.grow(model, ffn_tokens=100, seed=2)
     for a, b in ((model, one), (one, model), (one, two)):
         both, _ = tokenformer.merge(a, b, own=own)
-        assert moved(logits(model), logits(both)) < 1e-12
+        assert relative_change(logits(model), logits(both)) < 1e-12
         assert both.config.scale("ffn", 0) == 96
     assert both.config.ffn_tokens == [96 + 24 + 4, 96 + 4]
 
 
 def test_rows_keep_their_places_and_the_common_ones_come_once(make_config):
-    model, _ = trained(make_config)
+    model, _ = trained_tokenformer(make_config)
     one, _ = tokenformer.grow(model, ffn_tokens=100, init="random", scale="frozen", seed=1)
     two, _ = tokenformer.grow(model, ffn_tokens=110, init="random", scale="frozen", seed=2)
     both, report = tokenformer.merge(one, two, own="sum")
@@ -107,13 +112,13 @@ def test_a_layer_becomes_the_mean_or_the_sum_of_two(theta):
     assert apart.scale == pytest.approx(a.scale + 50)
 
 
-def test_fine_tunes_of_one_model_join_to_something_between_them(reader, text):
-    base = reader()
+def test_fine_tunes_of_one_model_join_to_something_between_them(text_model, text):
+    base = text_model()
     grown, _ = tokenformer.grow(base, qkv_tokens=60, output_tokens=60, ffn_tokens=160)
     halves = text[:20_000], 255 - text[:20_000].clamp(max=255)  # a text, and one in other bytes
     tuned = [copy.deepcopy(grown) for _ in halves]
     for model, half in zip(tuned, halves, strict=True):
-        train_on(model, half, 60, rate=1e-3)
+        train_on_text(model, half, 60, rate=1e-3)
     both, _ = tokenformer.merge(*tuned)
 
     @torch.no_grad()
@@ -128,7 +133,7 @@ def test_fine_tunes_of_one_model_join_to_something_between_them(reader, text):
 @pytest.mark.parametrize("embeddings", ["a", "b", "average"])
 def test_embeddings_norms_and_positions_are_whose_they_are_asked_to_be(make_config, embeddings):
     options = {"positions": "learned", "norm_parameters": "weight"}
-    a, optimizer = trained(make_config, **options)
+    a, optimizer = trained_tokenformer(make_config, **options)
     b = copy.deepcopy(a)
     other = torch.optim.AdamW(b.parameters(), lr=1e-2)
     train_once(b, other)
@@ -146,7 +151,7 @@ def test_embeddings_norms_and_positions_are_whose_they_are_asked_to_be(make_conf
 
 
 def test_the_optimizer_of_a_knows_the_rows_of_a(make_config):
-    a, optimizer = trained(make_config)
+    a, optimizer = trained_tokenformer(make_config)
     b = copy.deepcopy(a)
     with torch.no_grad():
         b.model.layers[0].ffn.key_tokens[:10].add_(1.0)
@@ -163,7 +168,7 @@ def test_the_optimizer_of_a_knows_the_rows_of_a(make_config):
 
 @pytest.mark.parametrize("learned", [(True, True), (True, False), (False, True)])
 def test_learned_scales_join_too(make_config, tmp_path, learned):
-    base, _ = trained(make_config, torch.float64)
+    base, _ = trained_tokenformer(make_config, torch.float64)
     a, b = (
         tokenformer.grow(base, ffn_tokens=100, scale="learned" if each else None, seed=seed)[0]
         for seed, each in enumerate(learned)
@@ -171,7 +176,7 @@ def test_learned_scales_join_too(make_config, tmp_path, learned):
     both, report = tokenformer.merge(a, b)
     assert both.config.learned_scale
     assert both.model.layers[0].ffn.scale_tokens.item() == 96
-    assert moved(logits(base), logits(both)) < 1e-12
+    assert relative_change(logits(base), logits(both)) < 1e-12
     both.save_pretrained(tmp_path)
     again = tokenformer.TokenformerForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
     assert torch.equal(logits(again.eval()), logits(both))
@@ -179,7 +184,7 @@ def test_learned_scales_join_too(make_config, tmp_path, learned):
 
 
 def test_both_models_are_left_alone(make_config):
-    a, _ = trained(make_config)
+    a, _ = trained_tokenformer(make_config)
     b, _ = tokenformer.grow(a, ffn_tokens=100, init="random")
     before = [{n: p.detach().clone() for n, p in m.named_parameters()} for m in (a, b)]
     for embeddings in ("a", "b"):
@@ -193,7 +198,7 @@ def test_both_models_are_left_alone(make_config):
 
 
 def test_half_precision_rows_are_compared_by_their_bits(make_config):
-    model = trained(make_config)[0].bfloat16()
+    model = trained_tokenformer(make_config)[0].bfloat16()
     both, _ = tokenformer.merge(model, copy.deepcopy(model))
     assert both.config.ffn_tokens == 96
     assert both.dtype == torch.bfloat16
@@ -213,14 +218,14 @@ def test_half_precision_rows_are_compared_by_their_bits(make_config):
     ids=str,
 )  # fmt: skip
 def test_models_of_another_shape_are_refused_by_all_their_differences(make_config, options, told):
-    a, _ = trained(make_config)
-    b, _ = trained(make_config, **options)
+    a, _ = trained_tokenformer(make_config)
+    b, _ = trained_tokenformer(make_config, **options)
     with pytest.raises(ValueError, match=f"cannot be merged: {told}$"):
         tokenformer.merge(a, b)
 
 
 def test_wrong_options_and_models_are_named(make_config):
-    model, _ = trained(make_config)
+    model, _ = trained_tokenformer(make_config)
     with pytest.raises(ValueError, match="embeddings='c' is unknown; choose one of a, b, average"):
         tokenformer.merge(model, model, embeddings="c")
     with pytest.raises(ValueError, match="own='max' is unknown; choose one of average, sum"):

@@ -1,4 +1,4 @@
-"""What an optimizer knew is still known after growth, entry by entry."""
+"""The optimizer of a grown model keeps the state of every old entry."""
 
 import copy
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tokenformer
-from tests.growth.test_tokens import train_once, trained
+from tests.support.growth import train_once, trained_tokenformer
 from tokenformer.growth.grown_optimizer import grow_average
 from tokenformer.growth.tokens import token_growth
 
@@ -22,7 +22,7 @@ def moments(optimizer, parameter):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("state", ["keep", "mean"])
 def test_old_rows_keep_their_moments(make_config, state, fused):
-    model, _ = trained(make_config)
+    model, _ = trained_tokenformer(make_config)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1, "rate_factor": 0.5}, {"params": others}]
@@ -52,7 +52,7 @@ def test_old_rows_keep_their_moments(make_config, state, fused):
 
 
 def test_reset_forgets_and_keeps_the_groups(make_config):
-    model, optimizer = trained(make_config)
+    model, optimizer = trained_tokenformer(make_config)
     _, report = tokenformer.grow(model, **SIZES)
     larger = tokenformer.grow_optimizer(optimizer, report, state="reset")
     assert not larger.state
@@ -62,7 +62,7 @@ def test_reset_forgets_and_keeps_the_groups(make_config):
 def test_cloned_moments_are_those_of_the_cloned_gradients(make_config):
     """Without noise, the gradients after cloning are the old ones times the mapping's scale."""
 
-    model, _ = trained(make_config, torch.float64)
+    model, _ = trained_tokenformer(make_config, torch.float64)
     noise, token_growth.CLONE_NOISE = token_growth.CLONE_NOISE, 0.0
     try:
         grown, report = tokenformer.grow(model, qkv_tokens=72, ffn_tokens=192, init="clone")
@@ -80,22 +80,22 @@ def test_cloned_moments_are_those_of_the_cloned_gradients(make_config):
 
 def test_training_goes_on_as_if_nothing_had_happened_where_clones_have_no_noise(make_config):
     """SGD on clones: the function moves as the old one does, keys at 1/k of the rate."""
-    model, optimizer = trained(make_config, torch.float64)
+    model, optimizer = trained_tokenformer(make_config, torch.float64)
     grown, report = tokenformer.grow(model, ffn_tokens=192, init="zero")
     larger = tokenformer.grow_optimizer(optimizer, report, state="keep")
-    twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    copied, copied_optimizer = copy.deepcopy((model, optimizer))
     torch.manual_seed(3)
-    train_once(twin, twin_optimizer)
+    train_once(copied, copied_optimizer)
     torch.manual_seed(3)
     train_once(grown, larger)
     # Old rows of every layer have made the very step they would have made in the old model.
-    for name, parameter in twin.named_parameters():
+    for name, parameter in copied.named_parameters():
         rows = parameter.shape[0]
         assert torch.allclose(grown.get_parameter(name)[:rows], parameter, rtol=1e-9), name
 
 
 def test_learned_scales_join_the_optimizer_without_decay(make_config):
-    model, optimizer = trained(make_config)
+    model, optimizer = trained_tokenformer(make_config)
     grown, report = tokenformer.grow(model, **SIZES, scale="learned")
     larger = tokenformer.grow_optimizer(optimizer, report)
     scales = [p for name, p in grown.named_parameters() if name.endswith("scale_tokens")]
@@ -106,7 +106,7 @@ def test_learned_scales_join_the_optimizer_without_decay(make_config):
 
 
 def test_frozen_parameters_stay_frozen_and_out(make_config):
-    model, _ = trained(make_config)
+    model, _ = trained_tokenformer(make_config)
     model.model.embed_tokens.weight.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     grown, report = tokenformer.grow(model, **SIZES)
@@ -118,7 +118,7 @@ def test_frozen_parameters_stay_frozen_and_out(make_config):
 
 @pytest.mark.parametrize("init", ["zero", "clone"])
 def test_an_average_follows(make_config, init):
-    model, _ = trained(make_config, torch.float64)
+    model, _ = trained_tokenformer(make_config, torch.float64)
     grown, report = tokenformer.grow(model, **SIZES, init=init)
     average = copy.deepcopy(model)
     with torch.no_grad():
@@ -143,10 +143,12 @@ def test_an_average_follows(make_config, init):
 
 
 def test_strangers_and_reports_from_disk_are_refused(make_config):
-    model, optimizer = trained(make_config)
+    model, optimizer = trained_tokenformer(make_config)
     _, report = tokenformer.grow(model, **SIZES)
     with pytest.raises(ValueError, match="not in the model that grew"):
-        tokenformer.grow_optimizer(torch.optim.AdamW(trained(make_config)[0].parameters()), report)
+        tokenformer.grow_optimizer(
+            torch.optim.AdamW(trained_tokenformer(make_config)[0].parameters()), report
+        )
     with pytest.raises(ValueError, match="state='zero' is unknown"):
         tokenformer.grow_optimizer(optimizer, report, state="zero")
     report.new = {}

@@ -1,9 +1,9 @@
-"""Which old weights each method puts where."""
+"""Where each growth method puts the old weights."""
 
 import torch
 
 import tokenformer
-from tests.growth.test_transformer import trained
+from tests.support.growth import trained_transformer
 
 Q, OUT, UP, DOWN = "attention.q", "attention.o", "ffn.up", "ffn.down"
 
@@ -13,7 +13,7 @@ def weight(model, layer, name):
 
 
 def test_net2net_copies_whole_heads_and_divides_by_replicas(make_config):
-    model, _ = trained(make_config, torch.float64)
+    model, _ = trained_transformer(make_config, torch.float64)
     grown, report = tokenformer.grow(model, hidden_size=96)
     rows = report.mappings["model.layers.0.attention.q.weight"].rows.view(12, 8)
     assert torch.equal(rows[:4].flatten(), torch.arange(32)), "the old heads first"
@@ -34,7 +34,7 @@ def test_net2net_copies_whole_heads_and_divides_by_replicas(make_config):
 
 
 def test_net2net_deepens_by_layers_that_add_nothing_yet(make_config):
-    model, _ = trained(make_config)
+    model, _ = trained_transformer(make_config)
     grown, _ = tokenformer.grow(model, num_hidden_layers=4)
     for layer, source in ((0, 0), (2, 1)):
         assert torch.equal(weight(grown, layer, Q), weight(model, source, Q))
@@ -45,7 +45,7 @@ def test_net2net_deepens_by_layers_that_add_nothing_yet(make_config):
 
 
 def test_block_padding_keeps_the_old_block_and_draws_the_rest(make_config):
-    model, _ = trained(make_config, initializer_range=0.1)
+    model, _ = trained_transformer(make_config, initializer_range=0.1)
     grown, _ = tokenformer.grow(model, hidden_size=64, num_hidden_layers=3, method="block_padding")
     for layer in (0, 1):
         old, new = weight(model, layer, UP), weight(grown, layer, UP)  # [40, 32] in [80, 64]
@@ -61,7 +61,7 @@ def test_block_padding_keeps_the_old_block_and_draws_the_rest(make_config):
 
 
 def test_hypercloning_tiles(make_config):
-    model, _ = trained(make_config, torch.float64)
+    model, _ = trained_transformer(make_config, torch.float64)
     sizes = {"hidden_size": 64, "intermediate_size": 120, "method": "hypercloning"}
     grown, _ = tokenformer.grow(model, **sizes)
     assert torch.allclose(weight(grown, 1, Q), weight(model, 1, Q).repeat(2, 2) / 2)
@@ -78,7 +78,7 @@ def test_hypercloning_tiles(make_config):
 
 
 def test_stacking_repeats_the_layers(make_config):
-    model, optimizer = trained(make_config)
+    model, optimizer = trained_transformer(make_config)
     grown, report = tokenformer.grow(model, num_hidden_layers=5, method="stacking")
     larger = tokenformer.grow_optimizer(optimizer, report)
     for layer, source in enumerate([0, 1, 0, 1, 0]):
@@ -90,7 +90,7 @@ def test_stacking_repeats_the_layers(make_config):
 
 
 def test_aki_takes_new_rows_from_the_next_layer(make_config):
-    model, _ = trained(make_config, torch.float64, num_hidden_layers=3)
+    model, _ = trained_transformer(make_config, torch.float64, num_hidden_layers=3)
     own, _ = tokenformer.grow(model, hidden_size=64, method="bert2bert_fpi", seed=4)
     next_, report = tokenformer.grow(model, hidden_size=64, method="bert2bert_aki", seed=4)
     fpi = tokenformer.grow(model, hidden_size=64, method="bert2bert_fpi", seed=4)[1]

@@ -1,4 +1,4 @@
-"""Pruning against direct computation, and on a model that has read real text."""
+"""Pruning against direct computation, and on a model trained on text."""
 
 import json
 import math
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tokenformer
-from tests.growth.test_tokens import logits, moved, train_once, trained
+from tests.support.growth import logits, relative_change, train_once, trained_tokenformer
 from tokenformer.growth.tokens import refit, token_usage
 from tokenformer.growth.tokens.prune import keep_tokens, rows_to_keep
 from tokenformer.growth.tokens.token_set import TokenSet, token_layers
@@ -57,7 +57,7 @@ def loss(model, ids):
 
 @pytest.mark.parametrize("theta", GELUS)
 def test_tokens_with_zero_keys_go_exactly_and_without_data(make_config, theta):
-    model, _ = trained(make_config, torch.float64, theta=theta)
+    model, _ = trained_tokenformer(make_config, torch.float64, theta=theta)
     grown, _ = tokenformer.grow(model, qkv_tokens=60, output_tokens=30, ffn_tokens=[96, 200])
     for pruned, report in (
         tokenformer.prune(grown),
@@ -68,11 +68,11 @@ def test_tokens_with_zero_keys_go_exactly_and_without_data(make_config, theta):
         assert pruned.config.to_dict() == model.config.to_dict()
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, pruned.get_parameter(name)), name
-        assert moved(logits(grown), logits(pruned)) < 1e-12
+        assert relative_change(logits(grown), logits(pruned)) < 1e-12
 
 
 def test_zero_keys_go_first_also_where_a_value_is_zero(make_config):
-    model, _ = trained(make_config)
+    model, _ = trained_tokenformer(make_config)
     with torch.no_grad():
         model.model.layers[0].ffn.value_tokens[5].zero_()  # adds nothing, but is in the norm
         model.model.layers[0].ffn.key_tokens[90].zero_()
@@ -88,7 +88,7 @@ def test_zero_keys_go_first_also_where_a_value_is_zero(make_config):
 
 @pytest.mark.parametrize("theta", THETAS)
 def test_statistics_equal_a_direct_computation(make_config, theta):
-    model, _ = trained(make_config, torch.float64, theta=theta)
+    model, _ = trained_tokenformer(make_config, torch.float64, theta=theta)
     layer = model.model.layers[1].attention.o
     inputs = []
     hook = layer.register_forward_hook(lambda _, x, y: inputs.append(x[0].reshape(-1, 32)))
@@ -113,33 +113,37 @@ def test_statistics_equal_a_direct_computation(make_config, theta):
     assert found.share.sum().item() == pytest.approx(1)
 
 
-def test_a_scale_shrinks_by_the_share_of_the_norm_that_is_kept(reader, seen, unseen):
+def test_a_scale_shrinks_by_the_share_of_the_norm_that_is_kept(text_model, train_batches, held_out):
     """Tokens with zero values are dropped at no other price than their part of the norm."""
-    model = reader()
+    model = text_model()
     sizes = {"qkv_tokens": 96, "output_tokens": 96, "ffn_tokens": 256}
     grown, _ = tokenformer.grow(model, **sizes, init="zero_value")
-    measured, report = tokenformer.prune(grown, seen, keep=0.5, refit=False)
-    frozen, _ = tokenformer.prune(grown, seen, keep=0.5, refit=False, scale="frozen")
+    measured, report = tokenformer.prune(grown, train_batches, keep=0.5, refit=False)
+    frozen, _ = tokenformer.prune(grown, train_batches, keep=0.5, refit=False, scale="frozen")
     for name, mapping in report.mappings.items():
         if name.endswith("key_tokens"):
             assert mapping.rows.tolist() == list(range(model.get_parameter(name).shape[0]))
-    assert layer_error(grown, measured, unseen) < 0.1 * layer_error(grown, frozen, unseen)
+    assert layer_error(grown, measured, held_out) < 0.1 * layer_error(grown, frozen, held_out)
 
 
 @pytest.mark.parametrize("keep", [0.75, 0.5])
 @pytest.mark.parametrize("theta", ["l2_gelu", "l1_gelu", "softmax"])
-def test_the_measured_scale_stays_closer_than_the_old_one(reader, seen, unseen, theta, keep):
-    model = reader(theta)
+def test_the_measured_scale_stays_closer_than_the_old_one(
+    text_model, train_batches, held_out, theta, keep
+):
+    model = text_model(theta)
     measured, frozen = (
-        tokenformer.prune(model, seen, keep=keep, scale=scale, refit=False)[0]
+        tokenformer.prune(model, train_batches, keep=keep, scale=scale, refit=False)[0]
         for scale in ("measured", "frozen")
     )
-    assert layer_error(model, measured, unseen) < 0.9 * layer_error(model, frozen, unseen)
+    assert layer_error(model, measured, held_out) < 0.9 * layer_error(model, frozen, held_out)
 
 
-def test_contribution_chooses_better_than_chance_or_the_length_of_values(reader, seen, unseen):
-    model = reader()
-    found = token_statistics(model, seen)
+def test_contribution_chooses_better_than_chance_or_the_length_of_values(
+    text_model, train_batches, held_out
+):
+    model = text_model()
+    found = token_statistics(model, train_batches)
     shares = {name: of.share for name, of in found.items()}
 
     def kept_by(worth):
@@ -149,7 +153,7 @@ def test_contribution_chooses_better_than_chance_or_the_length_of_values(reader,
             )
             for name, (_, module) in token_layers(model).items()
         }
-        return distance(model, keep_tokens(model, kept, shares)[0], unseen)
+        return distance(model, keep_tokens(model, kept, shares)[0], held_out)
 
     ours = kept_by(lambda name: found[name].contribution)
     lengths = kept_by(lambda name: model.get_submodule(name).value_tokens.detach().norm(dim=1))
@@ -161,20 +165,20 @@ def test_contribution_chooses_better_than_chance_or_the_length_of_values(reader,
 
 
 @pytest.mark.parametrize("theta", ["l2_gelu", "softmax"])
-def test_refitted_values_bring_back_most_of_it(reader, seen, unseen, theta):
-    model = reader(theta)
-    fitted, report = tokenformer.prune(model, seen, keep=0.5)
-    plain, _ = tokenformer.prune(model, seen, keep=0.5, refit=False)
+def test_refitted_values_bring_back_most_of_it(text_model, train_batches, held_out, theta):
+    model = text_model(theta)
+    fitted, report = tokenformer.prune(model, train_batches, keep=0.5)
+    plain, _ = tokenformer.prune(model, train_batches, keep=0.5, refit=False)
     # 0.3 to 0.41, by theta and by how a CPU rounds the training of the model.
-    assert distance(model, fitted, unseen) < 0.5 * distance(model, plain, unseen)
-    assert loss(fitted, unseen) < loss(model, unseen) + 0.03
+    assert distance(model, fitted, held_out) < 0.5 * distance(model, plain, held_out)
+    assert loss(fitted, held_out) < loss(model, held_out) + 0.03
     assert report.parameters_after == fitted.num_parameters() < model.num_parameters()
     assert not report.exact
 
 
 def test_a_refit_solves_the_normal_equations(make_config):
     """No value near the fitted ones leaves a smaller squared error plus ridge."""
-    model, _ = trained(make_config, torch.float64)
+    model, _ = trained_tokenformer(make_config, torch.float64)
     name, batches = "model.layers.0.ffn", random_batches()
     layer = model.get_submodule(name)
     inputs = []
@@ -192,20 +196,20 @@ def test_a_refit_solves_the_normal_equations(make_config):
     assert values.grad.abs().max() < 1e-8 * (weights.T @ layer(x)).abs().max()
 
 
-def test_how_much_is_held_at_once_changes_nothing(reader, seen, monkeypatch):
-    model = reader()
-    whole, _ = tokenformer.prune(model, seen, keep=0.5)
+def test_how_much_is_held_at_once_changes_nothing(text_model, train_batches, monkeypatch):
+    model = text_model()
+    whole, _ = tokenformer.prune(model, train_batches, keep=0.5)
     monkeypatch.setattr(token_usage, "MAX_SCORES", 1000)
     monkeypatch.setattr(refit, "MAX_BYTES", 100_000)
     names = {name: TokenSet.of(module) for name, (_, module) in token_layers(model).items()}
     assert len(list(refit.memory_groups(names))) > 3
-    parts, _ = tokenformer.prune(model, iter(seen), keep=0.5)
+    parts, _ = tokenformer.prune(model, iter(train_batches), keep=0.5)
     for name, parameter in whole.named_parameters():
         assert torch.allclose(parameter, parts.get_parameter(name), rtol=1e-3, atol=1e-4), name
 
 
 def test_layers_of_their_own_size_and_a_grown_scale(make_config, tmp_path):
-    model, _ = trained(make_config, torch.float64)
+    model, _ = trained_tokenformer(make_config, torch.float64)
     grown, _ = tokenformer.grow(model, qkv_tokens=[48, 30], init="clone")
     pruned, report = tokenformer.prune(grown, random_batches(), qkv_tokens=[40, 20], v_tokens=10)
     assert [pruned.config.tokens("k", layer) for layer in (0, 1)] == [40, 20]
@@ -219,12 +223,12 @@ def test_layers_of_their_own_size_and_a_grown_scale(make_config, tmp_path):
     again = tokenformer.TokenformerForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
     assert torch.equal(logits(again.eval()), logits(pruned))
     again, _ = tokenformer.grow(pruned, qkv_tokens=60)
-    assert moved(logits(pruned), logits(again)) < 1e-12
+    assert relative_change(logits(pruned), logits(again)) < 1e-12
     assert {part.name for part in report.parts} == set(token_layers(model))
 
 
 def test_a_learned_scale_stays_one(make_config, tmp_path):
-    model, _ = trained(make_config, torch.float64, learned_scale=True)
+    model, _ = trained_tokenformer(make_config, torch.float64, learned_scale=True)
     pruned, report = tokenformer.prune(model, random_batches(), keep=0.75)
     scale = pruned.model.layers[1].ffn.scale_tokens
     assert isinstance(scale, torch.nn.Parameter)
@@ -239,7 +243,7 @@ def test_a_learned_scale_stays_one(make_config, tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"learned_scale": True}], ids=str)
 def test_the_optimizer_follows_the_rows(make_config, options):
-    model, optimizer = trained(make_config, **options)
+    model, optimizer = trained_tokenformer(make_config, **options)
     pruned, report = tokenformer.prune(model, random_batches(), keep=0.5)
     smaller = tokenformer.grow_optimizer(optimizer, report)
     for name, parameter in pruned.named_parameters():
@@ -253,7 +257,7 @@ def test_the_optimizer_follows_the_rows(make_config, options):
 
 
 def test_the_model_that_is_pruned_is_left_alone(make_config):
-    model, _ = trained(make_config)
+    model, _ = trained_tokenformer(make_config)
     model.train()
     tokenformer.set_active_share(model, 0.5)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -274,7 +278,7 @@ def test_the_model_that_is_pruned_is_left_alone(make_config):
 
 def test_rows_without_scores_count_for_nothing(make_config):
     """Where all channels are equal a layer norm gives zero, and the GELU thetas give nothing."""
-    model, _ = trained(make_config)
+    model, _ = trained_tokenformer(make_config)
     with torch.no_grad():
         model.model.embed_tokens.weight.fill_(1.0)
     pruned, _ = tokenformer.prune(model, random_batches(), keep=0.5)
@@ -301,13 +305,13 @@ def test_rows_without_scores_count_for_nothing(make_config):
     ids=str,
 )
 def test_what_cannot_be_is_refused(make_config, options, told):
-    model, _ = trained(make_config)
+    model, _ = trained_tokenformer(make_config)
     with pytest.raises(ValueError, match=told):
         tokenformer.prune(model, **{"batches": random_batches(), **options})
 
 
 def test_a_softmax_has_no_idle_tokens(make_config):
-    model, _ = trained(make_config, theta="softmax")
+    model, _ = trained_tokenformer(make_config, theta="softmax")
     with torch.no_grad():
         model.model.layers[0].ffn.key_tokens[:8].zero_()
     assert tokenformer.prune(model)[0].config.ffn_tokens == 96
@@ -322,7 +326,7 @@ def test_a_transformer_has_no_tokens(make_config):
 
 
 def test_the_report_prints_and_saves(make_config, tmp_path):
-    model, _ = trained(make_config)
+    model, _ = trained_tokenformer(make_config)
     _, report = tokenformer.prune(model, random_batches(), keep=0.5)
     assert "(prune, not exact)" in str(report)
     report.save(tmp_path / "growth.json")

@@ -1,4 +1,4 @@
-"""Token growth against the rules: exact where it promises to be, alive everywhere, repeatable."""
+"""Token growth: exact where promised, trainable in every new row, reproducible by seed."""
 
 import json
 
@@ -6,58 +6,24 @@ import pytest
 import torch
 
 import tokenformer
+from tests.support.growth import logits, relative_change, train_once, trained_tokenformer
 from tokenformer.growth.tokens.token_growth import INITIALIZERS
-from tokenformer.layers import Pattention
 
 # The paper's growth steps in proportion, at a width that tests can afford.
 STEPS = [(24, 89), (89, 202), (202, 359)]
 EXACT = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
-def trained(make_config, dtype=torch.float32, **options):
-    """A model after some steps of training, so that no weight is as it was drawn. It is trained by
-    the plain formula, so that what is tested does not change with the operator's backends."""
-    torch.manual_seed(0)
-    config = make_config("tokenformer", qkv_tokens=24, output_tokens=24, ffn_tokens=96, **options)
-    model = tokenformer.TokenformerForCausalLM(config).to(dtype)
-    layers = [module for module in model.modules() if isinstance(module, Pattention)]
-    for layer in layers:
-        layer.backend = "reference"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
-    for _ in range(12):
-        train_once(model, optimizer)
-    for layer in layers:
-        layer.backend = "auto"
-    return model.eval(), optimizer
-
-
-def train_once(model, optimizer):
-    tokens = torch.randint(20, (4, 24))
-    model(input_ids=tokens, labels=tokens).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def logits(model, tokens=None):
-    tokens = torch.arange(40).view(2, 20) if tokens is None else tokens
-    with torch.no_grad():
-        return model(input_ids=tokens).logits
-
-
-def moved(before, after):
-    return ((after - before).abs().max() / before.abs().max()).item()
-
-
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
 @pytest.mark.parametrize("init", ["zero", "clone"])
 @pytest.mark.parametrize("theta", ["l2_gelu", "gelu_l2", "l1_gelu"])
 def test_every_step_is_exact_also_after_saving(make_config, tmp_path, init, theta, dtype):
-    model, _ = trained(make_config, dtype, theta=theta)
+    model, _ = trained_tokenformer(make_config, dtype, theta=theta)
     first = logits(model)
     for place, (_, tokens) in enumerate(STEPS):
         sizes = {"qkv_tokens": tokens, "output_tokens": tokens, "ffn_tokens": 4 * tokens}
         grown, report = tokenformer.grow(model, **sizes, init=init, seed=place)
-        assert moved(first, logits(grown)) < EXACT[dtype]
+        assert relative_change(first, logits(grown)) < EXACT[dtype]
         assert report.max_output_change < EXACT[dtype]
         assert report.max_layer_change < EXACT[dtype]
         grown.save_pretrained(tmp_path / str(place))
@@ -65,25 +31,25 @@ def test_every_step_is_exact_also_after_saving(make_config, tmp_path, init, thet
             tmp_path / str(place), dtype=dtype
         )
         model.eval()
-        assert moved(first, logits(model)) < EXACT[dtype]
+        assert relative_change(first, logits(model)) < EXACT[dtype]
         assert model.config.qkv_tokens == tokens
         assert report.parameters_after == model.num_parameters()
 
 
 @pytest.mark.parametrize("theta", ["l2_gelu", "softmax"])
 def test_whole_clones_are_exact_for_every_theta(make_config, theta):
-    model, _ = trained(make_config, torch.float64, theta=theta)
+    model, _ = trained_tokenformer(make_config, torch.float64, theta=theta)
     grown, report = tokenformer.grow(
         model, qkv_tokens=48, output_tokens=72, ffn_tokens=96, init="clone"
     )
-    assert moved(logits(model), logits(grown)) < 1e-12
+    assert relative_change(logits(model), logits(grown)) < 1e-12
     assert grown.config.scale("o", 0) == 72
     assert grown.config.scale_tokens is None  # twice the tokens, twice the scale
     assert report.scale == "frozen"
 
 
 def test_mixed_inits_and_layers_of_their_own_size(make_config, tmp_path):
-    model, _ = trained(make_config, torch.float64)
+    model, _ = trained_tokenformer(make_config, torch.float64)
     first = logits(model)
     once, _ = tokenformer.grow(model, qkv_tokens=[30, 24], k_tokens=50, init="clone")
     assert once.config.tokens("q", 0) == 30
@@ -93,7 +59,7 @@ def test_mixed_inits_and_layers_of_their_own_size(make_config, tmp_path):
     assert twice.config.scale("ffn", 0) == 96
     thrice, report = tokenformer.grow(twice, ffn_tokens=400, init="clone")
     assert thrice.config.scale("ffn", 0) == 192, "twice the scale it had, whatever its token count"
-    assert moved(first, logits(thrice)) < 1e-12
+    assert relative_change(first, logits(thrice)) < 1e-12
     assert {part.name for part in report.parts} >= {
         "model.layers.0.attention.k",
         "model.layers.1.ffn",
@@ -101,7 +67,7 @@ def test_mixed_inits_and_layers_of_their_own_size(make_config, tmp_path):
 
 
 def test_random_has_the_new_count_for_scale_and_jumps(make_config):
-    model, _ = trained(make_config)
+    model, _ = trained_tokenformer(make_config)
     grown, report = tokenformer.grow(model, qkv_tokens=96, init="random")
     assert grown.config.scale_tokens is None
     assert report.max_output_change > 1e-3
@@ -111,18 +77,18 @@ def test_random_has_the_new_count_for_scale_and_jumps(make_config):
 def moved_on_probe(model, grown):
     torch.manual_seed(1)
     tokens = torch.randint(61, (8, 40))
-    return moved(logits(model, tokens), logits(grown, tokens))
+    return relative_change(logits(model, tokens), logits(grown, tokens))
 
 
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
 def test_zero_values_are_exact_where_new_keys_can_span_the_old(make_config, dtype):
-    model, _ = trained(make_config, dtype)
+    model, _ = trained_tokenformer(make_config, dtype)
     grown, report = tokenformer.grow(
         model, qkv_tokens=60, output_tokens=56, ffn_tokens=384, init="zero_value"
     )
     assert grown.config.scale("ffn", 1) == 96 * 384 / 96
     assert grown.config.scale("o", 0) == 56
-    assert moved(logits(model), logits(grown)) < EXACT[dtype]
+    assert relative_change(logits(model), logits(grown)) < EXACT[dtype]
     assert report.max_layer_change < EXACT[dtype]
     keys = grown.model.layers[0].ffn.key_tokens.detach()
     alike = torch.nn.functional.cosine_similarity(keys[96:, None], keys[None, :96], dim=-1)
@@ -132,7 +98,7 @@ def test_zero_values_are_exact_where_new_keys_can_span_the_old(make_config, dtyp
 @pytest.mark.parametrize(("theta", "tokens"), [("l2_gelu", 110), ("gelu_l2", 384)])
 def test_zero_values_are_nearly_exact_elsewhere(make_config, theta, tokens):
     """14 keys cannot span 32 dimensions; the norm of gelu(A) is no function of a Gram matrix."""
-    model, _ = trained(make_config, theta=theta)
+    model, _ = trained_tokenformer(make_config, theta=theta)
     nearly = tokenformer.grow(model, ffn_tokens=tokens, init="zero_value")
     jumping = tokenformer.grow(model, ffn_tokens=tokens, init="random")
     assert 1e-5 < nearly[1].max_output_change < jumping[1].max_output_change
@@ -140,7 +106,7 @@ def test_zero_values_are_nearly_exact_elsewhere(make_config, theta, tokens):
 
 @pytest.mark.parametrize("init", INITIALIZERS)
 def test_every_new_row_moves_in_every_layer_after_one_step(make_config, init):
-    model, _ = trained(make_config)
+    model, _ = trained_tokenformer(make_config)
     grown, _ = tokenformer.grow(model, qkv_tokens=60, output_tokens=50, ffn_tokens=200, init=init)
     before = {name: p.detach().clone() for name, p in grown.named_parameters()}
     optimizer = torch.optim.AdamW(grown.parameters(), lr=1e-2, weight_decay=0.0)
@@ -154,7 +120,7 @@ def test_every_new_row_moves_in_every_layer_after_one_step(make_config, init):
 
 
 def test_copies_part_ways_when_trained(make_config):
-    model, _ = trained(make_config)
+    model, _ = trained_tokenformer(make_config)
     grown, _ = tokenformer.grow(model, ffn_tokens=192, init="clone")
     optimizer = torch.optim.SGD(grown.parameters(), lr=1.0)
     train_once(grown, optimizer)
@@ -163,7 +129,7 @@ def test_copies_part_ways_when_trained(make_config):
 
 
 def test_the_model_that_grows_is_left_alone(make_config):
-    model, _ = trained(make_config)
+    model, _ = trained_tokenformer(make_config)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     grown, _ = tokenformer.grow(model, ffn_tokens=200)
     with torch.no_grad():
@@ -175,7 +141,7 @@ def test_the_model_that_grows_is_left_alone(make_config):
 
 
 def test_the_same_seed_draws_the_same(make_config):
-    model, _ = trained(make_config)
+    model, _ = trained_tokenformer(make_config)
     torch.manual_seed(5)
     drawn = torch.rand(3)
     torch.manual_seed(5)
@@ -189,9 +155,9 @@ def test_the_same_seed_draws_the_same(make_config):
 
 
 def test_a_learned_scale_is_a_parameter_that_is_saved_and_grows_on(make_config, tmp_path):
-    model, _ = trained(make_config, torch.float64)
+    model, _ = trained_tokenformer(make_config, torch.float64)
     grown, report = tokenformer.grow(model, qkv_tokens=48, init="clone", scale="learned")
-    assert moved(logits(model), logits(grown)) < 1e-12
+    assert relative_change(logits(model), logits(grown)) < 1e-12
     assert report.parameters_after == grown.num_parameters()
     optimizer = torch.optim.AdamW(grown.parameters(), lr=1e-1, weight_decay=0.0)
     train_once(grown, optimizer)
@@ -201,7 +167,7 @@ def test_a_learned_scale_is_a_parameter_that_is_saved_and_grows_on(make_config, 
     again = tokenformer.TokenformerForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
     assert torch.equal(logits(again.eval()), logits(grown.eval()))
     larger, report = tokenformer.grow(again, qkv_tokens=96, init="clone")
-    assert moved(logits(grown), logits(larger)) < 1e-12
+    assert relative_change(logits(grown), logits(larger)) < 1e-12
     assert larger.model.layers[0].attention.q.scale_tokens.item() == pytest.approx(2 * scale.item())
 
 
@@ -220,20 +186,20 @@ def test_a_learned_scale_is_a_parameter_that_is_saved_and_grows_on(make_config, 
     ids=str,
 )
 def test_what_cannot_be_is_refused(make_config, options, told):
-    model, _ = trained(make_config)
+    model, _ = trained_tokenformer(make_config)
     with pytest.raises(ValueError, match=told.replace("(", r"\(")):
         tokenformer.grow(model, **options)
 
 
 @pytest.mark.parametrize("init", ["zero", "clone"])
 def test_zero_keys_are_refused_for_softmax(make_config, init):
-    model, _ = trained(make_config, theta="softmax")
+    model, _ = trained_tokenformer(make_config, theta="softmax")
     with pytest.raises(ValueError, match="softmax"):
         tokenformer.grow(model, ffn_tokens=100, init=init)
 
 
 def test_the_report_prints_and_saves(make_config, tmp_path):
-    model, _ = trained(make_config)
+    model, _ = trained_tokenformer(make_config)
     _, report = tokenformer.grow(model, qkv_tokens=48, output_tokens=48, ffn_tokens=192)
     text = str(report)
     assert "model.layers.*.attention.q" in text

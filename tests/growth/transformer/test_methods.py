@@ -1,4 +1,4 @@
-"""The rivals of token growth, by what they promise: exact or not, and what follows the weights."""
+"""The growth baselines: which are exact, and how optimizer state and averages follow."""
 
 import copy
 import json
@@ -7,7 +7,14 @@ import pytest
 import torch
 
 import tokenformer
-from tests.growth.test_tokens import logits, moved, train_once
+from tests.support.growth import (
+    compute_gradients,
+    expected_gradient,
+    logits,
+    relative_change,
+    train_once,
+    trained_transformer,
+)
 from tokenformer.growth.grown_optimizer import grow_average
 from tokenformer.growth.parameter_mapping import match_dtype
 from tokenformer.growth.transformer.methods import METHODS
@@ -47,33 +54,6 @@ VARIANTS = {
 }
 
 
-def trained(make_config, dtype=torch.float32, **options):
-    """As in test_tokens, with weights that are large enough for every layer to matter."""
-    torch.manual_seed(0)
-    config = make_config("transformer", **{"initializer_range": 0.2, **options})
-    model = tokenformer.TransformerForCausalLM(config).to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95))
-    for _ in range(12):
-        train_once(model, optimizer)
-    return model.eval(), optimizer
-
-
-def gradients(model):
-    torch.manual_seed(1)
-    ids = torch.randint(61, (4, 24))
-    model.zero_grad()
-    model(input_ids=ids, labels=ids).loss.backward()
-
-
-def foretold(model, report, name):
-    """What the gradient of a new parameter should be, by its mapping; None for a new one."""
-    mapping = report.mappings[name]
-    if mapping.source is None:
-        return None
-    gradient = model.get_parameter(mapping.source).grad
-    return mapping.gather(gradient) * match_dtype(mapping.gradient_scale, gradient)
-
-
 def replicas(report, name):
     """Pairs of rows of one parameter that copy the same old row."""
     seen = {}
@@ -86,10 +66,10 @@ def replicas(report, name):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("growth", [*GROWTHS, *UNEQUAL])
 def test_exact_methods_are_exact_in_every_kind_of_model(make_config, variant, growth):
-    model, _ = trained(make_config, torch.float64, **VARIANTS[variant])
+    model, _ = trained_transformer(make_config, torch.float64, **VARIANTS[variant])
     grown, report = tokenformer.grow(model, **(GROWTHS | UNEQUAL)[growth])
     assert report.exact
-    assert moved(logits(model), logits(grown)) < EXACT[torch.float64]
+    assert relative_change(logits(model), logits(grown)) < EXACT[torch.float64]
     assert report.max_output_change < EXACT[torch.float64]
     assert report.parameters_after == grown.num_parameters() > model.num_parameters()
 
@@ -97,7 +77,7 @@ def test_exact_methods_are_exact_in_every_kind_of_model(make_config, variant, gr
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
 @pytest.mark.parametrize("growth", ["net2net all", "hypercloning noise", "lemon all"])
 def test_twice_and_after_saving(make_config, tmp_path, growth, dtype):
-    model, _ = trained(make_config, dtype)
+    model, _ = trained_transformer(make_config, dtype)
     first = logits(model)
     options = (GROWTHS | UNEQUAL)[growth]
     again = {"lemon all": {"hidden_size": 136, "num_hidden_layers": 4}}.get(
@@ -109,20 +89,20 @@ def test_twice_and_after_saving(make_config, tmp_path, growth, dtype):
         model = tokenformer.TransformerForCausalLM.from_pretrained(
             tmp_path / str(place), dtype=dtype
         ).eval()
-        assert moved(first, logits(model)) < EXACT[dtype]
+        assert relative_change(first, logits(model)) < EXACT[dtype]
     assert model.config.hidden_size == again["hidden_size"]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("growth", GROWTHS)
 def test_gradients_are_those_the_origins_foretell(make_config, variant, growth):
-    model, _ = trained(make_config, torch.float64, **VARIANTS[variant])
+    model, _ = trained_transformer(make_config, torch.float64, **VARIANTS[variant])
     grown, report = tokenformer.grow(model, **GROWTHS[growth])
     for each in (model, grown):
-        gradients(each)
+        compute_gradients(each)
     compared = 0
     for name, parameter in grown.named_parameters():
-        expected = foretold(model, report, name)
+        expected = expected_gradient(model, report, name)
         if expected is not None:
             assert torch.allclose(parameter.grad, expected, rtol=1e-7, atol=1e-13), name
             compared += 1
@@ -131,7 +111,7 @@ def test_gradients_are_those_the_origins_foretell(make_config, variant, growth):
 
 @pytest.mark.parametrize("growth", GROWTHS)
 def test_an_origin_says_what_the_weights_are(make_config, growth):
-    model, _ = trained(make_config, torch.float64)
+    model, _ = trained_transformer(make_config, torch.float64)
     grown, report = tokenformer.grow(model, **GROWTHS[growth])
     for name, parameter in grown.named_parameters():
         mapping = report.mappings[name]
@@ -140,23 +120,25 @@ def test_an_origin_says_what_the_weights_are(make_config, growth):
 
 
 def test_new_query_heads_may_join_old_key_value_heads(make_config):
-    model, _ = trained(make_config, torch.float64)
+    model, _ = trained_transformer(make_config, torch.float64)
     sizes = {"hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4}
     for method in ("net2net", "hypercloning", "lemon"):
         grown, report = tokenformer.grow(model, **sizes, method=method)
         assert grown.config.num_key_value_heads == 4
         assert report.max_output_change < EXACT[torch.float64]
         for each in (model, grown):
-            gradients(each)
+            compute_gradients(each)
         if method != "lemon":
             name = "model.layers.0.attention.k.weight"
             found = grown.get_parameter(name).grad
-            assert torch.allclose(found, foretold(model, report, name), rtol=1e-7, atol=1e-13)
+            assert torch.allclose(
+                found, expected_gradient(model, report, name), rtol=1e-7, atol=1e-13
+            )
 
 
 @pytest.mark.parametrize("growth", ["net2net all", "hypercloning", "lemon uneven"])
 def test_the_optimizer_follows(make_config, growth):
-    model, _ = trained(make_config)
+    model, _ = trained_transformer(make_config)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": others, "weight_decay": 0.0}, {"params": matrices, "weight_decay": 0.1}]
@@ -185,7 +167,7 @@ def test_the_optimizer_follows(make_config, growth):
 
 @pytest.mark.parametrize("growth", ["net2net all", "hypercloning noise", "lemon all"])
 def test_an_average_follows_exactly(make_config, growth):
-    model, _ = trained(make_config, torch.float64)
+    model, _ = trained_transformer(make_config, torch.float64)
     grown, report = tokenformer.grow(model, **(GROWTHS | UNEQUAL)[growth])
     average, larger = copy.deepcopy(model), copy.deepcopy(grown)
     with torch.no_grad():
@@ -199,14 +181,14 @@ def test_an_average_follows_exactly(make_config, growth):
                     model.get_parameter(mapping.source),
                 )
                 parameter.copy_(grow_average(was, old, grown.get_parameter(name), mapping))
-    assert moved(logits(average), logits(larger)) < EXACT[torch.float64]
-    assert moved(logits(average), logits(grown)) > 1e-3
+    assert relative_change(logits(average), logits(larger)) < EXACT[torch.float64]
+    assert relative_change(logits(average), logits(grown)) > 1e-3
 
 
 @pytest.mark.parametrize("growth", ["net2net wide", "hypercloning", *UNEQUAL])
 def test_replicas_part_ways_where_that_is_promised_and_only_there(make_config, growth):
     """Net2Net's and HyperCloning's without noise are equal for ever."""
-    model, _ = trained(make_config, torch.float64)
+    model, _ = trained_transformer(make_config, torch.float64)
     grown, report = tokenformer.grow(model, **(GROWTHS | UNEQUAL)[growth])
     train_once(grown, torch.optim.SGD(grown.parameters(), lr=0.5))
     for name in ("attention.q", "attention.k", "attention.v", "ffn.up", "attention.o", "ffn.down"):
@@ -233,7 +215,7 @@ def test_replicas_part_ways_where_that_is_promised_and_only_there(make_config, g
     ids=str,
 )
 def test_what_is_not_preserved_is_reported(make_config, options):
-    model, _ = trained(make_config)
+    model, _ = trained_transformer(make_config)
     grown, report = tokenformer.grow(model, **options)
     assert report.exact is False
     assert f"{options['method']}, not exact" in str(report)
@@ -242,7 +224,7 @@ def test_what_is_not_preserved_is_reported(make_config, options):
 
 
 def test_the_report_prints_and_saves(make_config, tmp_path):
-    model, _ = trained(make_config)
+    model, _ = trained_transformer(make_config)
     _, report = tokenformer.grow(model, **WIDE, num_hidden_layers=3, seed=2)
     text = str(report)
     assert "net2net, exact" in text
@@ -257,7 +239,7 @@ def test_the_report_prints_and_saves(make_config, tmp_path):
 
 
 def test_the_same_seed_draws_the_same_and_leaves_everything_alone(make_config):
-    model, _ = trained(make_config)
+    model, _ = trained_transformer(make_config)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     torch.manual_seed(5)
     drawn = torch.rand(3)
@@ -278,7 +260,7 @@ def test_the_same_seed_draws_the_same_and_leaves_everything_alone(make_config):
 
 
 def test_half_precision_stays(make_config):
-    model, _ = trained(make_config)
+    model, _ = trained_transformer(make_config)
     for options in ({"method": "lemon", **UNEVEN}, {"method": "block_padding", **WIDE}):
         grown, _ = tokenformer.grow(model.bfloat16(), **options)
         assert {p.dtype for p in grown.parameters()} == {torch.bfloat16}
@@ -289,7 +271,7 @@ def test_presets_and_configurations_name_sizes(make_config):
     large = target_config(small, "354m", {})
     assert (large.hidden_size, large.num_attention_heads) == (1408, 22)
     assert (large.intermediate_size, large.vocab_size) == (5632, 61)
-    model, _ = trained(make_config, torch.float64)
+    model, _ = trained_transformer(make_config, torch.float64)
     to = make_config("transformer", hidden_size=64, num_attention_heads=8, intermediate_size=90)
     grown, report = tokenformer.grow(model, to)
     assert grown.config.intermediate_size == 90
@@ -351,7 +333,7 @@ def test_a_configuration_must_agree_in_what_is_no_size(make_config, changes, tol
 
 
 def test_a_tied_head_needs_a_norm_to_carry_the_shares(make_config):
-    model, _ = trained(make_config, torch.float64, final_norm_parameters="bias")
+    model, _ = trained_transformer(make_config, torch.float64, final_norm_parameters="bias")
     for method in ("net2net", "hypercloning", "lemon", "bert2bert_aki"):
         with pytest.raises(ValueError, match="needs a final norm with a weight"):
             tokenformer.grow(model, **WIDE, method=method)

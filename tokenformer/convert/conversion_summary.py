@@ -1,4 +1,4 @@
-"""What became of a model whose tensors only changed their names, for the screen or a program."""
+"""The summary of a conversion that only renames tensors, as text or JSON."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -11,20 +11,21 @@ from tokenformer.models.configuration import LanguageConfig, VisionConfig
 
 
 @dataclass(frozen=True)
-class Receipt:
+class ConversionSummary:
     source: str
     kind: str
-    """What it was: released, checkpoint or tokenformer."""
+    """The source format: released, checkpoint or tokenformer."""
     to: str
-    """What it became: tokenformer or released."""
+    """The target format: tokenformer or released."""
     layers: int
     width: int
     heads: int
     parameters: int
     dtype: str
     tokenizer: str | None
+    """Where the tokenizer was found."""
     image_processor: str | None
-    """Where they came from."""
+    """Where the image processor was found."""
 
     @classmethod
     def of(
@@ -36,7 +37,7 @@ class Receipt:
         to: str,
         tokenizer: str | None = None,
         image_processor: str | None = None,
-    ) -> "Receipt":
+    ) -> "ConversionSummary":
         return cls(
             source=source.name,
             kind=source.kind,

@@ -1,27 +1,32 @@
-"""The tokenizer that belongs to a model, wherever it can be had."""
+"""Finding the tokenizer of a source model."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenformer.convert.hub import fetch_tokenizer
-from tokenformer.data.tokenizer import END_OF_TEXT_SYMBOLS, tokenizer_of_file, tokenizer_of_folder
+from tokenformer.data.tokenizer import (
+    END_OF_TEXT_SYMBOLS,
+    tokenizer_from_file,
+    tokenizer_from_pretrained,
+)
 from tokenformer.errors import ConversionError, DataError
 
 TOKENIZER = "tokenizer.json"
 NEOX = "EleutherAI/gpt-neox-20b"
 NEOX_VOCABULARY = 50304
-"""That of the released models: the tokenizer's 50277 ids, padded."""
+"""Vocabulary size of the released models: the tokenizer's 50277 ids, padded."""
 
 
 @dataclass(frozen=True)
-class FoundTokenizer:
+class SourceTokenizer:
     tokenizer: Any
-    origin: str
+    location: str
+    """Where it was found."""
 
     @property
-    def ends(self) -> dict[str, Any]:
-        """Where texts begin and end, as options of a configuration, if it says."""
+    def special_ids(self) -> dict[str, Any]:
+        """The ids that begin and end a text, as options of a configuration, if defined."""
         if self.tokenizer.eos_token_id is None:
             return {}
         return {
@@ -30,17 +35,19 @@ class FoundTokenizer:
         }
 
 
-def find_tokenizer(given: str | None, folder: Path, vocab_size: int) -> FoundTokenizer | None:
-    """The one that is given (a tokenizer.json, a folder or a hub name), or that of the folder, or,
-    for the vocabulary of the released models, GPT-NeoX's from the hub; None if none can be had."""
+def find_tokenizer(given: str | None, folder: Path, vocab_size: int) -> SourceTokenizer | None:
+    """Return the given tokenizer (a tokenizer.json, a folder or a hub name), or that of the folder,
+    or, for the vocabulary of the released models, GPT-NeoX's from the hub; else None."""
     if given is not None:
-        return checked(FoundTokenizer(load(given), given), vocab_size)
+        return check_vocabulary(SourceTokenizer(load(given), given), vocab_size)
     if (folder / TOKENIZER).exists():
-        return checked(FoundTokenizer(load(str(folder)), str(folder / TOKENIZER)), vocab_size)
+        return check_vocabulary(
+            SourceTokenizer(load(str(folder)), str(folder / TOKENIZER)), vocab_size
+        )
     if vocab_size != NEOX_VOCABULARY:
         return None
     try:
-        return FoundTokenizer(load(str(fetch_tokenizer(NEOX))), f"the hub, {NEOX}")
+        return SourceTokenizer(load(str(fetch_tokenizer(NEOX))), f"the hub, {NEOX}")
     except ConversionError:
         return None
 
@@ -50,26 +57,26 @@ def load(name: str) -> Any:
 
     try:
         if Path(name).is_file():
-            backend = tokenizer_of_file(Path(name))
+            backend = tokenizer_from_file(Path(name))
             tokenizer = PreTrainedTokenizerFast(
                 tokenizer_object=backend, clean_up_tokenization_spaces=False
             )
         else:
             folder = name if Path(name).is_dir() else str(fetch_tokenizer(name))
-            tokenizer = tokenizer_of_folder(folder)
+            tokenizer = tokenizer_from_pretrained(folder)
     except DataError as error:
         raise ConversionError(str(error)) from None
-    if tokenizer.eos_token is None:  # a bare tokenizer.json does not say
+    if tokenizer.eos_token is None:  # a tokenizer.json alone does not define it
         known = tokenizer.get_vocab()
         end = next((symbol for symbol in END_OF_TEXT_SYMBOLS if symbol in known), None)
         tokenizer.eos_token, tokenizer.bos_token = end, tokenizer.bos_token or end
     return tokenizer
 
 
-def checked(found: FoundTokenizer, vocab_size: int) -> FoundTokenizer:
+def check_vocabulary(found: SourceTokenizer, vocab_size: int) -> SourceTokenizer:
     if len(found.tokenizer) > vocab_size:
         raise ConversionError(
-            f"the tokenizer of {found.origin} has {len(found.tokenizer)} ids, the model a "
-            f"vocabulary of {vocab_size}; name another by --tokenizer"
+            f"the tokenizer of {found.location} has {len(found.tokenizer)} ids, the model a "
+            f"vocabulary of {vocab_size}; give another with --tokenizer"
         )
     return found
