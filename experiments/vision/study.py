@@ -177,12 +177,12 @@ def linear(images: str, folder: Path, seed: int, steps: int) -> Result:
     import torch.nn.functional as F
     from torch.optim.lr_scheduler import OneCycleLR
 
-    from tokenformer.train.workload import workload_of
+    from tokenformer.train.workload import make_workload
 
     saved = folder / "result.json"
     if saved.exists():
         return json.loads(saved.read_text())
-    materials = workload_of(recipe_of(images, "TokenFormer", seed, steps))
+    materials = make_workload(recipe_of(images, "TokenFormer", seed, steps))
     task = materials.task(materials.first_model())
     torch.manual_seed(seed)
     model = torch.nn.Linear(28 * 28, len(materials.classes))

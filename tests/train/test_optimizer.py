@@ -44,7 +44,7 @@ def test_a_pattern_that_matches_nothing_is_refused():
 
 
 def test_a_model_frozen_whole_is_refused():
-    with pytest.raises(ValueError, match="nothing is left to train"):
+    with pytest.raises(ValueError, match="leave one to train"):
         make_optimizer(network(), OptimizerOptions(rates={"*": 0.0}))
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from tokenformer.train.options import ScheduleOptions
-from tokenformer.train.schedule import COURSES, rate_factor
+from tokenformer.train.schedule import SCHEDULES, rate_factor
 
 
 def course(kind: str, **options: float) -> list[float]:
@@ -9,7 +9,7 @@ def course(kind: str, **options: float) -> list[float]:
     return [rate_factor(step, 55, schedule) for step in range(1, 56)]
 
 
-@pytest.mark.parametrize("kind", COURSES)
+@pytest.mark.parametrize("kind", SCHEDULES)
 def test_every_course_warms_up_to_the_peak_and_never_climbs_again(kind):
     factors = course(kind)
     assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])

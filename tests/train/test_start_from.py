@@ -104,7 +104,7 @@ schedule: {{warmup_steps: 1}}
     assert trained.label2id["7"] == 7
     config.num_labels = 7
     TokenformerForImageClassification(config).save_pretrained(tmp_path / "start")
-    assert "knows 7 classes, the images have 10" in refused(
+    assert "has 7 classes, the images have 10" in refused(
         [*words[:3], str(tmp_path / "other")], capsys
     )
 

@@ -81,13 +81,13 @@ class Job:
 
 def checked(job: Job) -> Job:
     """Return the job with absolute paths, after all checks that do not need torch."""
-    from tokenformer.train.recipe_inputs import check_inputs, located
+    from tokenformer.train.recipe_inputs import check_inputs, resolve_paths
     from tokenformer.train.run_record import Record, check_folder, newest_step
 
     record, step = Record(job.folder), newest_step(job.folder)
     check_folder(job.folder)
     notes: list[str] = []
-    recipe = located(job.recipe, job.file, record.values, notes.append)
+    recipe = resolve_paths(job.recipe, job.file, record.values, notes.append)
     check_inputs(recipe, begun=step > 0)
     record.check(recipe, step, job.override)
     return Job(job.file, job.folder, recipe, job.override, tuple(notes))
@@ -104,7 +104,7 @@ def train_job(job: Job) -> None:
     from tokenformer.train.progress import progress
     from tokenformer.train.run import Run, StoppedError
     from tokenformer.train.run_record import Record
-    from tokenformer.train.workload import workload_of
+    from tokenformer.train.workload import make_workload
 
     with ExitStack() as stack:
         ranks = stack.enter_context(process_group())
@@ -119,7 +119,7 @@ def train_job(job: Job) -> None:
             record = Record(job.folder)
             for note in job.notes:
                 log(note)
-            workload = workload_of(job.recipe)
+            workload = make_workload(job.recipe)
             run = Run(job.folder, job.recipe, workload, log)
             changes = record.check(job.recipe, run.loop.progress.step, job.override)
         except BlockingIOError:
@@ -183,9 +183,9 @@ def log_start(run: "Run", changes: "list[Change]", job: Job, log: Callable[[str]
         if changes and (line := rate_change(run)):
             log(line)
     elif options.model.start_from is not None:
-        from tokenformer.train.recipe_inputs import is_rate_for_fresh_weights
+        from tokenformer.train.recipe_inputs import uses_rate_for_new_model
 
-        if is_rate_for_fresh_weights(options, job.file):
+        if uses_rate_for_new_model(options, job.file):
             rate = options.optimizer.learning_rate
             log(
                 f"Warning: the learning rate {rate:g} of {job.file} is meant for fresh weights and "

@@ -1,4 +1,4 @@
-"""The picture of runs side by side: held-out loss over compute, with the point of growth."""
+"""Plot runs side by side: held-out loss over training compute, with the point of growth."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -7,39 +7,39 @@ from typing import Any
 
 from tokenformer.train.metrics import Row
 
-# Dark enough on white, and told apart by the colour-blind.
+# Readable on white and safe for colour-blind readers.
 COLOURS = ("#0072b2", "#d55e00", "#6b6b6b")
 LABEL_GAP = 0.125
-"""Of the labels at the ends of the curves, as a share of the axis."""
+"""Minimum distance of the labels at the ends of the curves, as a share of the axis."""
 
-ROOM_BELOW = 0.08
-"""For what is written below the lowest curve, as a share of the axis."""
+MARGIN_BELOW = 0.08
+"""Space for text below the lowest curve, as a share of the axis."""
 
 
 @dataclass(frozen=True)
 class Curve:
     name: str
     detail: str
-    """The second line of its label."""
+    """Second line of the label."""
     rows: list[Row]
     grown_at: int | None = None
-    """The step at which the model grew."""
+    """Step at which the model grew."""
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """TFLOPs and bits per byte wherever the held-out loss was measured."""
+        """(TFLOPs, bits per byte) of each validation."""
         return [(row["flops"] / 1e12, row["val_bpb"]) for row in self.rows if "val_bpb" in row]
 
 
 def draw_comparison(
     curves: list[Curve], path: Path, *, title: str, subtitle: str, growth: str
 ) -> None:
-    """Draw the curves, the one that matters first, each named where it ends; `growth` is written
-    beside the point where one has grown."""
+    """Draw the curves, the most important first, labelled at their ends; `growth` is the text
+    beside the point of growth."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # A figure of its own, not pyplot's: the caller's backend and open figures stay as they are.
+    # Not pyplot, which would change the caller's backend and open figures.
     figure = Figure(figsize=(8, 4.5))
     FigureCanvasAgg(figure)
     figure.subplots_adjust(left=0.075, right=0.75, top=0.83, bottom=0.12)
@@ -52,7 +52,7 @@ def draw_comparison(
         axes.plot(x[-1:], y[-1:], "o", color=colour, markersize=5, zorder=len(curves) + 2)
     axes.set_xlim(left=0)
     low, high = axes.get_ylim()
-    axes.set_ylim(low - ROOM_BELOW * (high - low), high)
+    axes.set_ylim(low - MARGIN_BELOW * (high - low), high)
     label_ends(axes, curves)
     for curve, colour in zip(curves, COLOURS, strict=False):
         if curve.grown_at is not None:
@@ -68,7 +68,7 @@ def draw_comparison(
 
 
 def label_ends(axes: Any, curves: list[Curve]) -> None:
-    """The curves' names at their ends, moved apart where they would cover each other."""
+    """Label the curves at their ends, moved apart where labels would overlap."""
     low, high = axes.get_ylim()
     ends = [curve.points[-1] for curve in curves]
     places = spread([y for _, y in ends], gap=LABEL_GAP * (high - low))
@@ -87,7 +87,7 @@ def label_ends(axes: Any, curves: list[Curve]) -> None:
 
 
 def spread(values: list[float], gap: float) -> list[float]:
-    """The values, moved apart to at least `gap`, in the same order and about the same middle."""
+    """Return the values moved apart to at least `gap`, with the same order and mean."""
     order = sorted(range(len(values)), key=values.__getitem__)
     placed = list(values)
     for lower, upper in pairwise(order):

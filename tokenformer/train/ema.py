@@ -1,4 +1,4 @@
-"""An exponential moving average (EMA) of the weights. If there is one, it is validated and exported.
+"""An exponential moving average (EMA) of the weights. The average is validated and exported.
 
 At step t the decay is at most (1 + t) / (10 + t), so that the average does not hold on to the
 random weights of the first steps.

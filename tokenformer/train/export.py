@@ -1,4 +1,4 @@
-"""The model of a run as a Hugging Face folder, which the Auto classes load."""
+"""Export the model of a run as a Hugging Face folder, which the Auto classes load."""
 
 import shutil
 from glob import escape
@@ -18,13 +18,12 @@ from tokenformer.train.run_history import run_history
 
 
 def export(model: nn.Module, preprocessor: Any, folder: Path) -> Path:
-    """Write the model, and its tokenizer or image processor unless that is None, to `folder`, whole
-    or not at all.
+    """Write the model and its tokenizer or image processor, if any, to `folder`, atomically.
 
-    An older export gives way in one instant; a model card in it that was edited is kept. The card
-    tells the history of the run that `folder` is in.
+    Replaces an older export, but keeps a model card that was edited. A new card contains the
+    history of the run that `folder` is in.
 
-    Collective: rank 0 gathers the shards of the others, a tensor at a time, and writes.
+    Collective: rank 0 gathers the shards of the other ranks, one tensor at a time, and writes.
     """
     path, ranks = Path(folder), Ranks()
     task = f"export {path} cannot be written"
@@ -54,7 +53,7 @@ def export(model: nn.Module, preprocessor: Any, folder: Path) -> Path:
 
 def write(model: Any, tensors: dict[str, Tensor], preprocessor: Any, folder: Path) -> None:
     shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # a bar per export would tear the display of the run
+    logging.disable_progress_bar()  # it would break the progress display of the run
     try:
         model.save_pretrained(folder, state_dict=tensors)
     finally:

@@ -1,4 +1,4 @@
-"""Image classification, as the loop sees it."""
+"""Image classification as a task for the training loop."""
 
 import math
 from dataclasses import dataclass, field
@@ -15,8 +15,8 @@ from tokenformer.train.memory import least_activation_bytes
 
 
 class ClassificationLoss(nn.Module):
-    """A classifier with its loss: a batch -> the sum of the cross-entropies of its images, in nats;
-    while it is evaluated, with the number of images that it gets right."""
+    """A classifier with its loss: maps a batch to its summed cross-entropy in nats and, in eval
+    mode, the number of correctly classified images."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -27,8 +27,8 @@ class ClassificationLoss(nn.Module):
         loss = F.cross_entropy(logits, batch.targets, reduction="sum")
         if self.model.training:
             return loss
-        right = (logits.argmax(1) == batch.targets.argmax(1)).sum()
-        return torch.stack([loss, right])
+        correct = (logits.argmax(1) == batch.targets.argmax(1)).sum()
+        return torch.stack([loss, correct])
 
 
 @dataclass
@@ -36,7 +36,7 @@ class ImageTask:
     model: Any
     pictures: ImageReader
     held_out: ImageReader | None
-    """None for a run that does not validate."""
+    """None for a run without validation."""
     augmentation: AugmentationOptions = field(default_factory=AugmentationOptions)
     seed: int = 0
     module: nn.Module = field(init=False)
@@ -61,5 +61,5 @@ class ImageTask:
     def validation(self, batch_size: int, count: int) -> list[LazyBatch]:
         return [] if self.held_out is None else self.held_out.held_out(batch_size, count)
 
-    def describe(self, loss: float, right: float) -> dict[str, float]:
-        return {"val_accuracy": right}
+    def describe(self, loss: float, accuracy: float) -> dict[str, float]:
+        return {"val_accuracy": accuracy}

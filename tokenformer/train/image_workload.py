@@ -1,4 +1,4 @@
-"""What a recipe of images trains on and with."""
+"""The data and models of an image recipe."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ IMAGE_FAMILIES: dict[str, type[Any]] = {
 
 
 class ImageWorkload:
-    """Pictures, and models as they are asked for."""
+    """Images, and the models and tasks that a run trains on them."""
 
     unit = "images"
 
@@ -53,11 +53,11 @@ class ImageWorkload:
         self.classes = self.train.classes
 
     def first_model(self) -> Any:
-        """The recipe's own: on the meta device, where `distribute` gives it weights, or loaded."""
+        """Return the initial model: on the meta device, or loaded from `start_from`."""
         options = self.recipe.model
         config_class = IMAGE_FAMILIES[options.family]
         if options.start_from is not None:
-            return self.loaded(options.start_from, MODEL_CLASSES[config_class])
+            return self.load(options.start_from, MODEL_CLASSES[config_class])
         for name in ("num_labels", "num_classes"):
             wanted = options.options.get(name, len(self.classes))
             if wanted != len(self.classes):
@@ -77,19 +77,19 @@ class ImageWorkload:
 
     @property
     def class_names(self) -> dict[str, Any]:
-        """As a configuration has them."""
+        """The classes as configuration options."""
         return {
             "num_labels": len(self.classes),
             "id2label": dict(enumerate(self.classes)),
             "label2id": {name: index for index, name in enumerate(self.classes)},
         }
 
-    def loaded(self, folder: str, model_class: Any) -> Any:
-        """What it learns from here on is to name these images."""
+    def load(self, folder: str, model_class: Any) -> Any:
+        """Load a trained model and give it the class names of these images."""
         model = load_for_training(model_class, folder)
         if model.config.num_labels != len(self.classes):
             raise ValueError(
-                f"model.start_from={folder} knows {model.config.num_labels} classes, the images "
+                f"model.start_from={folder} has {model.config.num_labels} classes, the images "
                 f"have {len(self.classes)}"
             )
         model.config.update(self.class_names)
@@ -99,7 +99,7 @@ class ImageWorkload:
         """There is no text to learn growth on."""
 
     def preprocessor(self, model: Any) -> TokenformerImageProcessor:
-        """What the model's images go through, kept beside it."""
+        """Return the image processor to export with the model."""
         config: VisionConfig = model.config
         return TokenformerImageProcessor.for_size(
             config.image_size, config.num_channels, crop_share=self.recipe.data.crop_share
@@ -108,7 +108,7 @@ class ImageWorkload:
     def task(self, model: Any) -> ImageTask:
         if model.config.num_labels < len(self.classes):
             raise DataError(
-                f"the model knows {model.config.num_labels} classes, the images have "
+                f"the model has {model.config.num_labels} classes, the images have "
                 f"{len(self.classes)}"
             )
         return ImageTask(

@@ -1,10 +1,9 @@
-"""Cross-entropy of next tokens that never holds the logits of all of them at once.
+"""Next-token cross-entropy in chunks, without holding all logits at once.
 
 With a vocabulary of 50,000 the logits of a few thousand tokens are the largest tensor of a small
-model's training step, and autograd keeps two more of their size. Here rows are taken in chunks, and
-the gradient of a chunk's logits is used up at once, in the forward pass, while they are at hand: no
-chunk is computed twice, and what is kept for the backward pass is the gradient of the hidden states
-and of the output embedding.
+model's training step, and autograd keeps two more of that size. Here the forward pass computes the
+logits of a chunk of rows and uses their gradient at once. No chunk is computed twice, and the
+backward pass needs only the gradients of the hidden states and of the output embedding.
 """
 
 from typing import Any
@@ -21,7 +20,7 @@ CHUNK_BYTES = 32 * 2**20
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, embedding: Tensor, labels: Tensor, rows: int) -> Tensor:
-        """hidden [N, d], embedding [V, d], labels [N] -> the sum of losses, in fp32 or wider."""
+        """Map hidden [N, d], embedding [V, d], labels [N] to the summed loss, in fp32 or wider."""
         needs_hidden, needs_embedding = ctx.needs_input_grad[:2]
         hidden_grad = torch.empty_like(hidden) if needs_hidden else None
         embedding_grad = torch.zeros_like(embedding) if needs_embedding else None
@@ -62,17 +61,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def chunked_cross_entropy(
     hidden: Tensor, embedding: Tensor, labels: Tensor, *, chunk_rows: int | None = None
 ) -> Tensor:
-    """The summed loss of `labels` under the logits hidden @ embedding.T, in nats, fp32 or wider.
+    """Return the summed cross-entropy of the logits hidden @ embedding.T, in nats, fp32 or wider.
 
     Args:
         hidden: final hidden states `[..., d]`.
         embedding: the output embedding `[vocabulary, d]`.
-        labels: the token that should follow, `[...]`; -100 where none counts.
-        chunk_rows: rows whose logits are held at once; by default as many as fit 32 MiB.
+        labels: target tokens `[...]`; -100 is ignored.
+        chunk_rows: rows per chunk; by default as many as fit 32 MiB of logits.
     """
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(
-            f"hidden {tuple(hidden.shape)} and labels {tuple(labels.shape)} do not go together"
+            f"hidden {tuple(hidden.shape)} and labels {tuple(labels.shape)} do not match"
         )
     if torch.is_autocast_enabled(hidden.device.type):
         narrow = torch.get_autocast_dtype(hidden.device.type)

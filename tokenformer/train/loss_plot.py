@@ -1,4 +1,4 @@
-"""The picture of a run: training and held-out loss over what was seen, and where the model grew."""
+"""Plot the training and held-out loss of a run over tokens or images, with points of growth."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -8,11 +8,11 @@ from tokenformer.train.metrics import Row
 
 
 def draw_loss(rows: list[Row], path: Path, title: str, unit: str = "tokens") -> None:
-    """`unit` is what is counted, tokens or images."""
+    """`unit`: tokens or images."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
-    # One batch is a noisy sample; a hundred means of consecutive ones show the course.
+    # Losses of single batches are noisy: plot about a hundred means of consecutive ones.
     window = max(1, len(rows) // 100)
     chunks = [rows[start : start + window] for start in range(0, len(rows), window)]
     figure = Figure(figsize=(7, 4), layout="constrained")

@@ -25,6 +25,8 @@ class SpikeDetector:
         if len(self.recent) == self.recent.maxlen:
             usual = mean(self.recent)
             if loss > max(self.min_loss, self.factor * usual):
-                return f"the loss is {loss:.3f}, more than {self.factor:g} times the usual {usual:.3f}"
+                return (
+                    f"the loss is {loss:.3f}, more than {self.factor:g} times the usual {usual:.3f}"
+                )
         self.recent.append(loss)
         return None

@@ -1,4 +1,4 @@
-"""How fast this device multiplies matrices: the limit a training step is measured against."""
+"""The peak matrix multiplication throughput of a device, against which training is compared."""
 
 import time
 
@@ -11,19 +11,19 @@ MOST_SECONDS = 1.0
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOPs per second of the best of a few products of square matrices.
+    """Return the best FLOP/s of a few products of square matrices.
 
-    None where it cannot be measured quickly or would say little: a CPU emulates half precision, at
-    a speed that depends on shapes more than on the device.
+    None if that takes too long or means little: a CPU emulates half precision, at a speed that
+    depends on shapes more than on the device.
     """
     if device.type == "cpu" and dtype != torch.float32:
         return None
-    generator = torch.Generator(device).manual_seed(0)  # a resumed run's own is not to move
+    generator = torch.Generator(device).manual_seed(0)  # keeps the run's own unchanged
     probe, large = (
         torch.randn(size, size, device=device, dtype=dtype, generator=generator)
         for size in (PROBE, SIZE)
     )
-    multiply(probe)  # the first product pays for loading the library
+    multiply(probe)  # warm-up: the first product loads the library
     if multiply(probe) * (SIZE / PROBE) ** 3 * ROUNDS > MOST_SECONDS:
         return None
     deadline = time.perf_counter() + MOST_SECONDS
@@ -35,7 +35,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def multiply(matrix: torch.Tensor) -> float:
-    """Seconds of one product."""
+    """Return the seconds of one product."""
     start = time.perf_counter()
     (matrix @ matrix)[0, 0].item()  # waits for the device
     return time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""Memory of a training run: what it must have at least, what it has used, and running out of it."""
+"""Memory of a training run: a lower bound, the amount used, and out-of-memory errors."""
 
 import os
 import resource
@@ -17,15 +17,15 @@ FLOAT_BYTES = 4
 
 
 class OutOfMemoryError(TokenformerError):
-    """A step needs more memory than there is."""
+    """A training step does not fit in memory."""
 
     exit_code = 1
 
 
 def least_activation_bytes(config: Any, length: int) -> int:
-    """Bytes that one sequence keeps for the backward pass in fp32, whatever the backends: the
-    inputs of the norms and of the projections, and the queries, keys, values and outputs of
-    attention. `models.accounting` has the rest, which depends on the backends."""
+    """Return a lower bound on the bytes that one sequence keeps for the backward pass in fp32: the
+    inputs of norms and projections, and the queries, keys, values and outputs of attention. The
+    rest depends on the backend, see `models.accounting`."""
     norms = 1 if config.residual == "parallel" else 2
     stream = (norms + 2) * config.hidden_size
     attention = 2 * config.hidden_size + 2 * config.key_value_size
@@ -35,9 +35,9 @@ def least_activation_bytes(config: Any, length: int) -> int:
 def check_memory(
     sample_bytes: int, micro_batch_size: int, run: RunOptions, device: torch.device
 ) -> None:
-    """Refuse a micro-batch that cannot fit, before the system kills the process for it."""
+    """Raise for a micro-batch that cannot fit, before the system kills the process."""
     if run.activation_checkpointing:
-        return  # which keeps a small part of it
+        return  # it keeps a small part of these
     needed = micro_batch_size * sample_bytes // (1 if run.precision == "fp32" else 2)
     if needed > (free := free_bytes(device)):
         raise OutOfMemoryError(
@@ -51,7 +51,7 @@ def remedy() -> str:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What a device has, or the CPU has left, in this container if it is in one."""
+    """Return the memory of a GPU, or the free memory of the machine or container."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -60,13 +60,13 @@ def free_bytes(device: torch.device) -> int:
         free = (
             int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
         )
-    with suppress(OSError, ValueError):  # a container without a limit says "max"
+    with suppress(OSError, ValueError):  # a container without a limit has "max"
         free = min(free, free_in_group(Path("/sys/fs/cgroup")))
     return free
 
 
 def free_in_group(group: Path) -> int:
-    """What a control group has left of its limit. Cached files count as used there, but are dropped
+    """Return the free memory of a control group. It counts cached files as used, but drops them
     when memory is needed."""
     limit = int((group / "memory.max").read_text())
     used = int((group / "memory.current").read_text())
@@ -77,7 +77,7 @@ def free_in_group(group: Path) -> int:
 
 
 def used_bytes() -> int:
-    """The most an accelerator has held, or this process, where there is none."""
+    """Return the peak memory of the GPU or, without one, of this process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024
@@ -86,11 +86,11 @@ def used_bytes() -> int:
 
 @contextmanager
 def explained_memory(micro_batch_size: int, device: torch.device) -> Iterator[None]:
-    """A failed allocation in the block is an OutOfMemoryError that says what to lower."""
+    """Turn a failed allocation in the block into an OutOfMemoryError that says what to lower."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        # The allocator of the CPU has no exception class of its own.
+        # The CPU allocator has no exception class of its own.
         known = isinstance(error, MemoryError | torch.OutOfMemoryError)
         if not known and "DefaultCPUAllocator" not in str(error):
             raise

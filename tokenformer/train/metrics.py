@@ -1,4 +1,4 @@
-"""The rows of `metrics.jsonl`: what a run reports of each step."""
+"""metrics.jsonl: a row of metrics per training step."""
 
 import json
 import warnings
@@ -14,13 +14,13 @@ if TYPE_CHECKING:  # commands read metrics before they import torch
     from tokenformer.train.parallel.ranks import Ranks
 
 Row = dict[str, Any]
-"""step, tokens (of an image task: images), flops, seconds, loss, lr, gradient_norm; val_loss, and
-what the task says of it, where validated; `problem` where the step went wrong."""
+"""step, tokens (images for an image task), flops, seconds, loss, lr, gradient_norm; val_loss and
+the task's metrics after a validation; `problem` if the step was not taken."""
 
 
 @contextmanager
 def metrics_writer(path: Path, ranks: "Ranks") -> Iterator[Callable[[Row], None]]:
-    """A function that appends a row to the file; on other ranks than 0 it does nothing."""
+    """Yield a function that appends a row to the file; it does nothing on ranks other than 0."""
     if not ranks.first:
         yield lambda row: None
         return
@@ -29,15 +29,14 @@ def metrics_writer(path: Path, ranks: "Ranks") -> Iterator[Callable[[Row], None]
         def write(row: Row) -> None:
             with disk_errors(path):
                 line = json.dumps(row).encode() + b"\n"
-                while line:  # an unbuffered write may take less than it is given
+                while line:  # an unbuffered write may be partial
                     line = line[file.write(line) :]
 
         yield write
 
 
 def read_metrics(path: Path, report: Callable[[str], None] = warnings.warn) -> list[Row]:
-    """The rows that are valid. Lines that a kill or something else has damaged are left out, and
-    reported together."""
+    """Return the valid rows. Damaged lines, as a kill may leave, are skipped and reported once."""
     if not path.exists():
         return []
     rows: list[Row] = []
@@ -64,7 +63,7 @@ def parse(line: bytes) -> Row | None:
 
 
 def cut_metrics(path: Path, step: int, report: Callable[[str], None] = warnings.warn) -> None:
-    """Remove the rows of the steps that will be repeated, and damaged lines."""
+    """Remove damaged lines and the rows after `step`, which will be repeated."""
     kept = [row for row in read_metrics(path, report) if row["step"] <= step]
     with disk_errors(path):
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
@@ -72,7 +71,7 @@ def cut_metrics(path: Path, step: int, report: Callable[[str], None] = warnings.
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """A full or failing disk as one line."""
+    """Turn an OSError, as of a full disk, into a TrainingError."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Nested dropout over tokens: each step trains a random prefix of them, so that prefixes work alone.
+"""Nested dropout over tokens: each step trains a random prefix, so that prefixes work alone.
 
     nested = NestedDropout(shares=(0.25, 0.5, 0.75, 1.0), seed=0)
     with nested.active(model, step):

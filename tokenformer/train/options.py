@@ -1,4 +1,4 @@
-"""What a training run can be told: the sections of a recipe. Plain data: no torch here."""
+"""The options of a training run, by section of a recipe. Does not import torch."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -8,41 +8,41 @@ from tokenformer.data.augmentation_options import AugmentationOptions
 
 @dataclass
 class ModelOptions:
-    """Which model is trained."""
+    """The model to train."""
 
     family: Literal["tokenformer", "transformer"] = "tokenformer"
     preset: str | None = None
-    """A published size; `options` change it."""
+    """A published size; `options` override it."""
     start_from: str | None = None
     """A model folder or run folder to train further, instead of fresh weights. A trained model
     needs a lower learning rate than a fresh one."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of TokenformerConfig or TransformerConfig, of images TokenformerVisionConfig or
-    TransformerVisionConfig. The vocabulary is the corpus's, the classes are those of the images."""
+    """Options of TokenformerConfig or TransformerConfig; for images, of TokenformerVisionConfig or
+    TransformerVisionConfig. The data sets the vocabulary size or the number of classes."""
 
 
 @dataclass
 class DataOptions:
-    """What it is trained on."""
+    """The data to train on."""
 
     corpus: str | None = None
     """A folder made by `tokenformer prepare`."""
     length: int = 256
     """Tokens per sequence."""
     order: Literal["random", "epochs"] = "random"
-    """Random segments, or every segment once per epoch, shuffled anew each time."""
+    """Random segments, or every segment once per epoch, in a new order each epoch."""
     images: str | None = None
     """Instead of a corpus: a folder of images by class (train/CLASS/..., val/CLASS/...), of IDX or
-    of CIFAR files, a Hugging Face dataset, or digits, which need no download."""
+    CIFAR files, a Hugging Face dataset, or digits (no download needed)."""
     held_out_share: float = 0.1
-    """Share of the images to hold out where they come without such a split."""
+    """Share of the images to hold out if the data has no validation split."""
     on_corrupt: Literal["refuse", "skip"] = "refuse"
-    """At an image that cannot be decoded: stop and name it, or take the next one."""
+    """What to do at an image that cannot be decoded: stop with an error, or use the next one."""
     crop_share: float = 1.0
-    """Share of the side of an image that its centre crop keeps in evaluation; 0.875 for ImageNet.
-    At 1 the image is resized whole."""
+    """Share of an image's side that the center crop keeps in evaluation; 0.875 for ImageNet. At 1
+    the whole image is resized."""
     workers: int = 0
-    """Threads that decode and vary images; 0 for none besides the training itself."""
+    """Threads that decode and augment images; 0 does it in the training thread."""
 
     def __post_init__(self) -> None:
         require(self, 1, "length")
@@ -53,18 +53,18 @@ class DataOptions:
 
 @dataclass
 class OptimizerOptions:
-    """AdamW. Weight decay falls on matrices (tokens and embeddings), never on norms."""
+    """AdamW. Weight decay applies to matrices (tokens and embeddings), not to norms."""
 
     learning_rate: float = 6e-4
-    """The peak rate."""
+    """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float | None = 1.0
-    """Largest norm of the gradient; null for no clipping."""
+    """Maximum gradient norm; null for no clipping."""
     rates: dict[str, float] = field(default_factory=dict)
-    """Factor on the rate of the parameters whose name matches a pattern: {"*.key_tokens": 0.5}.
-    0 freezes them, decay included. The last pattern that matches counts."""
+    """Factors on the learning rate of parameters by name pattern: {"*.key_tokens": 0.5}. 0 freezes
+    them, without weight decay. The last matching pattern applies."""
 
     def __post_init__(self) -> None:
         if not self.learning_rate > 0:
@@ -77,16 +77,16 @@ class OptimizerOptions:
 
 @dataclass
 class ScheduleOptions:
-    """How the rate moves: a linear warm-up, then `kind`."""
+    """The learning rate schedule: a linear warm-up, then `kind`."""
 
     kind: Literal["cosine", "constant", "wsd"] = "cosine"
-    """A cosine to the floor; constant; or warm-up, stable, decay: constant, then linearly to the
-    floor over the last `decay` of the run."""
+    """cosine decays to the floor; wsd (warm-up, stable, decay) is constant, then falls linearly to
+    the floor over the last `decay` of the run."""
     warmup_steps: int = 100
     floor: float = 0.1
-    """Where the decay ends, as a fraction of the peak."""
+    """Final learning rate, as a fraction of the peak."""
     decay: float = 0.2
-    """Share of the run that `wsd` decays over."""
+    """Share of the run over which `wsd` decays."""
 
     def __post_init__(self) -> None:
         require(self, 0, "warmup_steps")
@@ -97,41 +97,41 @@ class ScheduleOptions:
 
 @dataclass
 class RunOptions:
-    """How long, how large, how precise, and what is reported and kept."""
+    """Steps, batch size, precision, parallelism, validation, checkpoints and logging."""
 
     steps: int = 1000
     batch_size: int = 32
-    """Sequences or images per step, over all processes and accumulation: the global batch."""
+    """Global batch size: sequences or images per step over all processes."""
     micro_batch_size: int | None = None
-    """Sequences or images a process holds at once; the rest is accumulated. By default all of its
-    share."""
+    """Sequences or images per process in one forward pass; gradients are accumulated over the rest.
+    By default its whole share of the batch."""
     ema: float | None = None
-    """Decay of a moving average of the weights, such as 0.999; the average is what is validated and
-    exported. By default there is none."""
+    """Decay of an exponential moving average of the weights, such as 0.999. The averaged weights
+    are validated and exported. None by default."""
     seed: int = 0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     compile: bool = False
     activation_checkpointing: bool = False
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
-    """Under torchrun: replicate (ddp, the default) or shard (fsdp)."""
+    """Under torchrun: replicate the model (ddp, the default) or shard it (fsdp)."""
     tensor_parallel: int = 1
-    """Under torchrun: so many processes share the parameter tokens of every layer, a slice each,
-    and see the same samples; such groups share the batch, by fsdp."""
+    """Under torchrun: number of processes that share the parameter tokens of every layer. They
+    process the same samples; groups of them split the batch with fsdp."""
     nested: list[float] | None = None
-    """Train prefixes of the tokens too: each step with one of these shares of them, such as
-    [0.25, 0.5, 1.0], so that a prefix is a working smaller model."""
+    """Nested dropout: each step trains a random one of these shares of the tokens, such as
+    [0.25, 0.5, 1.0], so that a prefix of the tokens is a working smaller model."""
     validate_every: int = 100
-    """Steps between validations; 0 for none, also where the data has no split to validate on."""
+    """Steps between validations; 0 for none, needed if the data has no validation split."""
     validation_sequences: int = 64
     checkpoint_every: int = 200
     keep_last: int = 2
-    """Checkpoints kept, besides the best one."""
+    """Checkpoints to keep, besides the best one."""
     on_spike: Literal["stop", "skip", "rollback"] = "stop"
-    """What to do at a loss or gradient that is not finite, or a loss far above the recent ones."""
+    """What to do at a loss or gradient that is not finite, or at a loss spike."""
     spike_factor: float = 3.0
-    """A loss this many times the recent mean is a spike."""
+    """A loss above this many times the recent mean is a spike."""
     log_to: list[str] | str = field(default_factory=lambda: ["tensorboard"])
-    """Reporters besides metrics.jsonl: tensorboard, wandb, trackio, or [] for none; each must be
+    """Loggers besides metrics.jsonl: tensorboard, wandb, trackio, or [] for none. They must be
     installed."""
 
     def __post_init__(self) -> None:
@@ -153,36 +153,36 @@ class RunOptions:
             raise ValueError(f"spike_factor={self.spike_factor} must be above 1")
 
     def _check_tensor_parallel(self) -> None:
-        # DDP takes no spread tensors, torch's gradient scaler no mix of spread and other ones.
+        # DDP does not support DTensors, torch's GradScaler no mix of DTensors and plain tensors.
         for name, refused, others in (
             ("parallel", "ddp", "auto or fsdp"),
             ("precision", "fp16", "fp32 or bf16"),
         ):
             if getattr(self, name) == refused:
                 raise ValueError(
-                    f"{name}={refused} does not go with tensor_parallel={self.tensor_parallel}; "
-                    f"choose {others}"
+                    f"{name}={refused} cannot be combined with "
+                    f"tensor_parallel={self.tensor_parallel}; choose {others}"
                 )
 
 
 @dataclass
 class GrowthOptions:
-    """How a model grows where a stage begins."""
+    """How a model grows: at the start of a stage, or by `tokenformer grow`."""
 
     to: str | None = None
-    """A preset of the same width and depth."""
+    """A preset, which for a TokenFormer must have the same width and depth, or a model folder."""
     sizes: dict[str, Any] = field(default_factory=dict)
-    """Instead of `to`: qkv_tokens, output_tokens, ffn_tokens; of a Transformer hidden_size, ..."""
+    """Instead of `to`: qkv_tokens, output_tokens, ffn_tokens; for a Transformer hidden_size, ..."""
     method: str | None = None
-    """Of a Transformer: net2net, hypercloning, ...; a TokenFormer grows by tokens."""
+    """For a Transformer: net2net (default), hypercloning, ...; a TokenFormer grows by tokens."""
     init: Literal["zero", "random", "zero_value", "clone"] = "zero"
     scale: Literal["frozen", "current", "anneal", "learned"] | None = None
-    """By default as the init needs."""
+    """The default depends on `init`."""
     anneal_steps: int = 100
-    """Steps over which the scale moves where it is annealed."""
+    """Steps over which `scale: anneal` moves the scale."""
     optimizer_state: Literal["keep", "mean", "reset"] = "keep"
     old_rate: float | None = None
-    """Factor on the rate of the tokens that were there before; 0 freezes them."""
+    """Factor on the learning rate of the old tokens; 0 freezes them."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -194,15 +194,15 @@ class GrowthOptions:
 
 @dataclass
 class StageOptions:
-    """A part of a run. What it leaves out is as in the recipe's own sections."""
+    """A stage of a run. Options left out are those of the recipe's sections."""
 
     steps: int = 1000
     grow: GrowthOptions | None = None
-    """How the model grows before it; the first stage cannot."""
+    """How the model grows at the start of the stage; not for the first stage."""
     learning_rate: float | None = None
     rates: dict[str, float] | None = None
     schedule: ScheduleOptions | None = None
-    """Of this stage alone, over its own steps."""
+    """The schedule of this stage, over its own steps."""
     batch_size: int | None = None
     micro_batch_size: int | None = None
 
@@ -212,7 +212,7 @@ class StageOptions:
 
 @dataclass
 class Recipe:
-    """A whole training run, as a recipe file writes it."""
+    """A training run, as written in a recipe file."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     data: DataOptions = field(default_factory=DataOptions)
@@ -220,7 +220,7 @@ class Recipe:
     schedule: ScheduleOptions = field(default_factory=ScheduleOptions)
     run: RunOptions = field(default_factory=RunOptions)
     stages: list[StageOptions] = field(default_factory=list)
-    """Parts of the run between which the model grows; `run.steps` is then their sum."""
+    """Stages of the run, between which the model grows. Their steps replace `run.steps`."""
     augmentation: AugmentationOptions = field(default_factory=AugmentationOptions)
 
 

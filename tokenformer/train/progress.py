@@ -1,4 +1,4 @@
-"""The live display of a run: a bar with loss, speed and time left, or plain lines in a log."""
+"""The progress display of a run: a bar with loss, speed and time left, or lines in a log."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -33,10 +33,14 @@ def progress(
     done: int = 0,
     details: bool = False,
 ) -> Iterator[Callable[[Row], None]]:
-    """A display for a run of `steps` steps: live on a terminal, ten lines at most elsewhere.
+    """Yield a function that shows a row: in a live bar on a terminal, else in at most ten lines.
 
-    `done`: steps made before. `details`: learning rate and memory too, and with `peak`, FLOPs per
-    second, the share of it that is reached. `unit` is what is counted.
+    Args:
+        steps: Steps of the whole run.
+        peak: FLOP/s of which to show the share that is reached, if `details`.
+        unit: tokens or images.
+        done: Steps that were trained before.
+        details: Show learning rate and memory too.
     """
     describe = Describer(peak=peak, unit=unit, details=details)
     if not console.is_terminal:
@@ -61,25 +65,25 @@ def progress(
         task = bar.add_task("", total=steps, completed=done)
 
         def show_bar(row: Row) -> None:
-            room = console.width - SHORTEST_BAR - len(f"{steps}/{steps}") - LONGEST_TIME - 3
-            bar.update(task, completed=row["step"], description=fitted(describe(row), room))
+            width = console.width - SHORTEST_BAR - len(f"{steps}/{steps}") - LONGEST_TIME - 3
+            bar.update(task, completed=row["step"], description=fit(describe(row), width))
 
         yield show_bar
 
 
-def fitted(parts: list[str], room: int) -> str:
-    """The parts that fit into so many columns, the first before the later ones."""
+def fit(parts: list[str], width: int) -> str:
+    """Join the parts that fit into `width` columns, in order of priority."""
     text = ""
     for part in parts:
         longer = f"{text}{GAP}{part}" if text else part
-        if len(longer) <= room:
+        if len(longer) <= width:
             text = longer
     return text
 
 
 class Describer:
-    """Where a run stands, the most important first: means of the last rows, so that they can be
-    read. Training and held-out loss are in the same unit, nats."""
+    """Formats a row, most important numbers first. Loss and speed are means of the last rows;
+    losses are in nats."""
 
     def __init__(
         self,
@@ -114,7 +118,7 @@ class Describer:
         return parts
 
     def share_of_peak(self, row: Row, speed: float) -> list[str]:
-        """Nothing where the peak is unknown, or was measured wrongly: on a busy machine."""
+        """Return nothing if the peak is unknown or was underestimated on a busy machine."""
         if self.peak is None:
             return []
         share = speed * row["flops"] / row["tokens"] / self.peak

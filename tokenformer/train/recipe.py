@@ -1,9 +1,9 @@
-"""Recipe files: YAML that is read within bounds, its mistakes named by file and line.
+"""Recipe files: YAML of bounded size, with errors that name the file and line.
 
-    check_recipe(Path("recipes/laptop/text.yaml"))     # raises RecipeError at a mistake
+    check_recipe(Path("recipes/laptop/text.yaml"))     # raises RecipeError
 
-The parser of the command line reads a recipe too, but says neither the line of a mistake nor stops
-at a file that expands to gigabytes. No torch here: a mistake is refused before torch is imported.
+The command-line parser reads recipes too, but does not report lines and does not stop at a file
+that expands to gigabytes. Does not import torch, so that mistakes are reported at once.
 """
 
 import difflib
@@ -20,21 +20,21 @@ from tokenformer.paths import exists, missing_message
 from tokenformer.train.options import Recipe
 
 CONFIG = "config.yaml"
-"""The record of a run, in its folder: the recipe it is trained by."""
+"""The recipe of a run, in its folder."""
 COMMAND_OPTIONS = ("out", "max_steps", "override")
 """Options of `tokenformer train` besides the sections of a recipe."""
-MOST_BYTES = 1 << 18
-MOST_VALUES = 20_000
+MAX_BYTES = 1 << 18
+MAX_VALUES = 20_000
 WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
 BOOLEANS = ("true", "false", "yes", "no", "on", "off")
 
 
 class RecipeError(TokenformerError, ValueError):
-    """A recipe, or the record of a run, cannot be read or does not say what it should."""
+    """A recipe, or the record of a run, is unreadable or invalid."""
 
 
 def check_recipe(path: Path) -> None:
-    """Refuse a recipe with an unknown option, a value of the wrong type or no valid YAML."""
+    """Raise for invalid YAML, an unknown option or a value of the wrong type."""
     node = Document(path).node
     if not isinstance(node, yaml.MappingNode):
         raise RecipeError(f"{path} is not a recipe: it must hold sections such as model, data, run")
@@ -42,7 +42,7 @@ def check_recipe(path: Path) -> None:
 
 
 def read_mapping(path: Path, remedy: str = "") -> dict[str, Any]:
-    """A YAML file that holds a mapping. `remedy` ends the message where it does not."""
+    """Return the mapping in a YAML file. `remedy` is appended to error messages."""
     try:
         value = Document(path).value()
     except RecipeError as error:
@@ -53,7 +53,7 @@ def read_mapping(path: Path, remedy: str = "") -> dict[str, Any]:
 
 
 class Document:
-    """One YAML file as a tree of nodes that know their lines."""
+    """A YAML file as a tree of nodes with line numbers."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,9 +65,9 @@ class Document:
             raise RecipeError(invalid(path, error)) from None
         except RecursionError:
             raise RecipeError(f"{path} is nested too deeply") from None
-        if size > MOST_VALUES:
+        if size > MAX_VALUES:
             raise RecipeError(
-                f"{path} expands to more than {MOST_VALUES:,} values by its aliases (*name); "
+                f"{path} expands to more than {MAX_VALUES:,} values by its aliases (*name); "
                 "write out the ones it needs"
             )
 
@@ -86,8 +86,10 @@ def read_text(path: Path) -> str:
     if not path.is_file():
         raise RecipeError(f"{path} is a folder; name a YAML file")
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise RecipeError(f"{path} is larger than {MOST_BYTES // 1024} kB; it is no recipe")
+        if path.stat().st_size > MAX_BYTES:
+            raise RecipeError(
+                f"{path} is larger than {MAX_BYTES // 1024} kB, too large for a recipe"
+            )
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise RecipeError(f"{path} cannot be read: {error.strerror}") from None
@@ -103,12 +105,12 @@ def invalid(path: Path, error: yaml.YAMLError) -> str:
 
 
 def expanded_size(root: yaml.Node | None) -> int:
-    """Values in a document with every alias written out, counted without writing them out."""
+    """Count the values of a document with every alias expanded, without expanding them."""
     sizes: dict[int, int] = {}
 
     def size(node: yaml.Node) -> int:
         if id(node) not in sizes:
-            sizes[id(node)] = MOST_VALUES + 1  # for a node that contains itself
+            sizes[id(node)] = MAX_VALUES + 1  # for a node that contains itself
             sizes[id(node)] = 1 + sum(size(child) for child in children(node))
         return sizes[id(node)]
 
@@ -139,11 +141,13 @@ def check_section(
         if name in names:
             check_value(path, value, hints[name], where + name)
         elif name.partition(".")[0] not in (*names, *extra):
-            raise RecipeError(f"{place}: {where}{name} is not an option{meant(name, where, names)}")
+            raise RecipeError(
+                f"{place}: {where}{name} is not an option{suggestion(name, where, names)}"
+            )
 
 
 def check_value(path: Path, node: yaml.Node, hint: Any, name: str) -> None:
-    """Refuse a value that cannot be of its option's type; in doubt the parser decides."""
+    """Raise for a value that cannot have its option's type; in doubt leave it to the parser."""
     choices = [hint] if get_origin(hint) not in (Union, UnionType) else list(get_args(hint))
     if not isinstance(node, yaml.ScalarNode):
         for choice in choices:
@@ -156,12 +160,12 @@ def check_value(path: Path, node: yaml.Node, hint: Any, name: str) -> None:
     problems = [expected(node, choice) for choice in choices]
     if all(problems):
         place = f"{path}, line {node.start_mark.line + 1}"
-        told = " or ".join(problem for problem in problems if problem)
-        raise RecipeError(f"{place}: {name} is {node.value!r}; expected {told}")
+        wanted = " or ".join(problem for problem in problems if problem)
+        raise RecipeError(f"{place}: {name} is {node.value!r}; expected {wanted}")
 
 
 def expected(node: yaml.ScalarNode, hint: Any) -> str:
-    """What is expected instead of this value; nothing if it may be right."""
+    """Return what is expected instead of this value; an empty string if it may be valid."""
     text = str(node.value)
     if get_origin(hint) is Literal:
         choices = [str(choice) for choice in get_args(hint)]
@@ -178,8 +182,8 @@ def expected(node: yaml.ScalarNode, hint: Any) -> str:
     return ""
 
 
-def meant(name: str, where: str, names: list[str]) -> str:
-    """`; did you mean run.steps?`: an option like it in this section, else of that name in any."""
+def suggestion(name: str, where: str, names: list[str]) -> str:
+    """Return `; did you mean run.steps?` for a similar name in this section, or one in another."""
     if near := difflib.get_close_matches(name, names, n=1):
         return f"; did you mean {where}{near[0]}?"
     sections = {

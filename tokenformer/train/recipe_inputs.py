@@ -1,9 +1,9 @@
-"""What a run reads from disk, found and checked before torch is imported: its data and first model.
+"""Find and check the data and the initial model of a run, before torch is imported.
 
-A relative path in a recipe is looked for in the working folder, then in the folder of the recipe,
-then in the folder that holds `recipes/`, so that a recipe of a clone works from any folder. A path
-given on the command line is one in the working folder. The run records the absolute path, and a run
-that continues finds its data by it.
+A relative path in a recipe is looked up in the working folder, in the recipe's folder and in the
+folder that contains `recipes/`, so that the recipes of a clone work from any folder. A path on the
+command line is relative to the working folder. The run records absolute paths, which a resumed run
+uses.
 """
 
 import difflib
@@ -30,14 +30,14 @@ PRESETS = {
     ("tokenformer", False): presets.VISION_TOKENFORMER_PRESETS,
     ("transformer", False): presets.VISION_TRANSFORMER_PRESETS,
 }
-"""By family, and whether the model is one of text."""
+"""By family, and whether the data is text."""
 
 
-def located(
+def resolve_paths(
     recipe: Recipe, file: Path, record: dict[str, Any] | None, report: Callable[[str], None]
 ) -> Recipe:
-    """The recipe with the absolute paths of what it reads; `report` is told of those that are not
-    in the working folder. What is not found stays as it is: a hub name, or a mistake."""
+    """Return the recipe with absolute paths; `report` gets a line for each that is not in the
+    working folder. A path that is not found is left: it is a hub name or a mistake."""
     written = read_mapping(file)
 
     def find(section: str, name: str, value: str | None) -> str | None:
@@ -45,7 +45,7 @@ def located(
             return value
         in_recipe = (written.get(section) or {}).get(name) == value
         recorded = ((record or {}).get(section) or {}).get(name)
-        for place, folder in enumerate(places(value, file if in_recipe else None, recorded)):
+        for place, folder in enumerate(candidates(value, file if in_recipe else None, recorded)):
             if exists(folder) and folder.is_dir():
                 if place > 0:
                     report(
@@ -61,11 +61,11 @@ def located(
     )
     start = find("model", "start_from", recipe.model.start_from)
     if start is not None and exists(Path(start) / "model" / "config.json"):
-        start = str(Path(start) / "model")  # of a run folder
+        start = str(Path(start) / "model")  # a run folder
     return replace(recipe, data=data, model=replace(recipe.model, start_from=start))
 
 
-def places(value: str, file: Path | None, recorded: str | None) -> Iterator[Path]:
+def candidates(value: str, file: Path | None, recorded: str | None) -> Iterator[Path]:
     path = expand_user(value)
     yield path
     if path.is_absolute():
@@ -81,8 +81,8 @@ def places(value: str, file: Path | None, recorded: str | None) -> Iterator[Path
 
 
 def check_inputs(recipe: Recipe, begun: bool) -> None:
-    """Refuse a recipe whose data, first model, preset, stages or reporters are not there. A run
-    that has `begun` does not need the model it started from any more."""
+    """Raise if data, initial model, preset, stages or loggers are missing or invalid. A run that
+    has `begun` no longer needs its initial model."""
     plan(recipe)
     check_reporters(recipe.run.log_to)
     model, data = recipe.model, recipe.data
@@ -105,15 +105,14 @@ def check_start(name: str) -> None:
 
 
 def is_mistyped(name: str) -> bool:
-    """Whether a name is of nothing here, and no name of the hub: it is written as a path, or a path
-    that is much like it exists."""
+    """Whether a name is neither an existing path nor a hub name: it is written as a path, or a
+    similar path exists."""
     path = expand_user(name)
     return not exists(path) and (is_local(name) or closest_path(path) is not None)
 
 
-def is_rate_for_fresh_weights(recipe: Recipe, file: Path) -> bool:
-    """Whether a model that was trained before is to be trained at the rate of a recipe that starts
-    with fresh weights."""
+def uses_rate_for_new_model(recipe: Recipe, file: Path) -> bool:
+    """Whether a trained model would be trained at the learning rate of a recipe for new models."""
     written = read_mapping(file)
     if (written.get("model") or {}).get("start_from") is not None:
         return False
@@ -122,7 +121,7 @@ def is_rate_for_fresh_weights(recipe: Recipe, file: Path) -> bool:
 
 
 def check_model_options(options: dict[str, Any], config_class: type[Any]) -> None:
-    """Refuse an option that the configuration would keep and no model would read."""
+    """Raise for an option that the configuration would store but no model would use."""
     known = {field.name for field in fields(config_class)} | {"num_labels", "num_classes"}
     for name in options:
         if name not in known:
@@ -134,7 +133,7 @@ def check_model_options(options: dict[str, Any], config_class: type[Any]) -> Non
 
 
 def text_splits(recipe: Recipe) -> tuple[Corpus, Split, Split | None]:
-    """The corpus of a recipe, its split to train on and the one to validate on, if it validates."""
+    """Return the corpus of a recipe, its training split and, if used, its validation split."""
     data = recipe.data
     if data.corpus is None:
         raise DataError("data.corpus is missing; name a folder made by `tokenformer prepare`")

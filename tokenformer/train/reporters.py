@@ -1,4 +1,4 @@
-"""Where the metrics of a run go besides `metrics.jsonl`: TensorBoard, and trackers if asked for."""
+"""Loggers of metrics besides `metrics.jsonl`: TensorBoard, wandb and trackio."""
 
 import importlib
 import importlib.util
@@ -11,14 +11,14 @@ from tokenformer.train.metrics import Row
 
 Report = Callable[[Row], None]
 TRACKERS = ("wandb", "trackio")
-"""Both have the calls init, log and finish."""
+"""Both have the functions init, log and finish."""
 
 
 @contextmanager
 def tensorboard(folder: Path, config: dict[str, Any], first_step: int) -> Iterator[Report]:
     from torch.utils.tensorboard.writer import SummaryWriter
 
-    # What a killed run wrote beyond the checkpoint it goes on from is not shown.
+    # Hide what a killed run logged after the checkpoint that this one resumes from.
     with SummaryWriter(str(folder / "tensorboard"), purge_step=first_step) as writer:
 
         def report(row: Row) -> None:
@@ -47,7 +47,7 @@ def reporter(name: str, folder: Path, config: dict[str, Any], first_step: int) -
 
 
 def check_reporters(names: Iterable[str]) -> None:
-    """Refuse a reporter that is unknown or not installed, before the work begins."""
+    """Raise for a logger that is unknown or not installed."""
     for name in names:
         if name not in ("tensorboard", *TRACKERS):
             choices = ", ".join(("tensorboard", *TRACKERS))

@@ -1,7 +1,7 @@
-"""The states of the random number generators as tensors, so that they are stored like any other.
+"""The random number generators' states as tensors, to store in a checkpoint.
 
-`states()` and `restore(states())`: torch on the CPU and on the current accelerator, numpy's and
-Python's own global generators.
+`restore(states())` covers the global generators of torch, on the CPU and the current accelerator,
+of numpy and of Python.
 """
 
 import random
@@ -31,7 +31,7 @@ def states() -> dict[str, Tensor]:
 
 
 def restore(states: dict[str, Tensor]) -> None:
-    """Set the generators; the state of an accelerator that is not here is passed over."""
+    """Set the generators; the state of an accelerator that is not available is ignored."""
     torch.set_rng_state(states["cpu"].clone())  # a view into a larger tensor would crash torch
     position, has_normal = states["numpy_position"].tolist()
     keys = states["numpy"].numpy().astype(np.uint32)

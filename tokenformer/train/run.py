@@ -36,10 +36,17 @@ from tokenformer.train.parallel.distribute import max_over_ranks
 from tokenformer.train.parallel.ranks import Ranks
 from tokenformer.train.recipe import RecipeError
 from tokenformer.train.reporters import check_reporters, reporter
-from tokenformer.train.run_record import CHECKPOINTS, LOSS_PLOT, METRICS, MODEL, Record, check_folder
+from tokenformer.train.run_record import (
+    CHECKPOINTS,
+    LOSS_PLOT,
+    METRICS,
+    MODEL,
+    Record,
+    check_folder,
+)
 from tokenformer.train.stages import Stage, plan
 from tokenformer.train.training_state import TrainingState, resume_loop
-from tokenformer.train.workload import Workload, workload_of
+from tokenformer.train.workload import Workload, make_workload
 
 MAX_PROBLEMS = 10
 """Bad steps in a row after which a run gives up."""
@@ -346,7 +353,7 @@ def run_recipe(recipe: Recipe, folder: Path) -> None:
     """Train a recipe in `folder` without output; resumes an existing run."""
     record = Record(folder)
     check_folder(folder)
-    run = Run(folder, recipe, workload_of(recipe), lambda line: None)
+    run = Run(folder, recipe, make_workload(recipe), lambda line: None)
     step = run.loop.progress.step
     record.check(recipe, step)
     if not run.at_last_step:

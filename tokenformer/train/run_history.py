@@ -1,4 +1,4 @@
-"""The history of a run for its model card: data, steps, held-out results and growth."""
+"""The training history of a run for its model card: data, steps, held-out results, growth."""
 
 import json
 from contextlib import suppress
@@ -11,7 +11,7 @@ from tokenformer.growth.model_folder import history_line
 from tokenformer.models.model_card import public_name, read_history
 
 TAIL = 1 << 20
-"""Bytes at the end of metrics.jsonl that are searched for the last validation."""
+"""Bytes at the end of metrics.jsonl in which to look for the last validation."""
 RESULTS = {
     "val_loss": "held-out loss {:.4f}",
     "val_bpb": "{:.4f} bits per byte",
@@ -20,7 +20,7 @@ RESULTS = {
 
 
 def run_history(run: Path) -> list[str]:
-    """Lines on the training in a run folder; none where it has no readable config.yaml."""
+    """Return lines about the training in a run folder; none without a readable config.yaml."""
     try:
         recipe = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
         model, data, options = recipe["model"], recipe["data"], recipe["run"]
@@ -38,7 +38,7 @@ def run_history(run: Path) -> list[str]:
 
 
 def results(run: Path) -> str:
-    """Steps and the last held-out results, from the end of metrics.jsonl."""
+    """Return the steps and the last held-out results, from the end of metrics.jsonl."""
     rows: list[dict[str, Any]] = []
     with suppress(OSError), (run / "metrics.jsonl").open("rb") as file:
         file.seek(max(0, file.seek(0, 2) - TAIL))
@@ -48,8 +48,8 @@ def results(run: Path) -> str:
     rows = [row for row in rows if isinstance(row, dict) and "step" in row and "problem" not in row]
     if not rows:
         return ""
-    told = f"; {rows[-1]['step']:,} steps"
+    text = f"; {rows[-1]['step']:,} steps"
     if (last := next((row for row in reversed(rows) if "val_loss" in row), None)) is not None:
-        found = [text.format(last[name]) for name, text in RESULTS.items() if name in last]
-        told += f"; {', '.join(found)} at step {last['step']:,}"
-    return told
+        found = [form.format(last[name]) for name, form in RESULTS.items() if name in last]
+        text += f"; {', '.join(found)} at step {last['step']:,}"
+    return text

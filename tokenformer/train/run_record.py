@@ -1,11 +1,11 @@
-"""The record of a run in its folder: what it is trained with, and what was changed at which step.
+"""The recorded options of a run, and the history of their changes.
 
-    runs/NAME/config.yaml            the recipe that the run is trained by now
+    runs/NAME/config.yaml            the current recipe of the run
     runs/NAME/config-history.yaml    if options were changed: from which step, old and new values
 
-A record must stay true. Options that change what is learned are refused on a run that has begun,
-unless the user overrides them, and the step from which they hold is recorded then. The record of a
-finished run is never rewritten. No torch here.
+Options that affect the result cannot change once a run has begun, unless the user overrides them;
+then the step of the change is recorded. The record of a finished run is never rewritten. Does not
+import torch.
 """
 
 import re
@@ -22,7 +22,7 @@ from tokenformer.train.stages import plan
 
 HISTORY = "config-history.yaml"
 SECTIONS = ("model", "data", "optimizer", "schedule", "run")
-"""Sections of every record, however old."""
+"""Sections of every record, including those of older versions."""
 FREE = {
     "run.log_to",
     "run.checkpoint_every",
@@ -38,13 +38,13 @@ FREE = {
     "data.workers",
     "stages[].micro_batch_size",
 }
-"""Options that may change at any time: what is reported and kept, and how it is computed."""
+"""Options that can change at any time: they do not affect the result."""
 FIXED = re.compile(r"model\..*|data\.(length|held_out_share)")
-"""Options that a run cannot change once it has begun, not even when told to."""
+"""Options that cannot change once a run has begun, even with --override."""
 LENGTH = re.compile(
     r"run\.steps|schedule\.warmup_steps|stages|stages\[\]\.(schedule\.warmup_)?steps"
 )
-"""Options that say no more than how long a run is; `max_steps` changes them together."""
+"""Options that only set the length of a run; `max_steps` changes them together."""
 DATA_PATHS = ("data.corpus", "data.images")
 START = "model.start_from"
 MODEL, CHECKPOINTS, LOSS_PLOT, METRICS = "model", "checkpoints", "loss.png", "metrics.jsonl"
@@ -63,11 +63,11 @@ class Change:
                 for key in dict.fromkeys([*self.before, *self.after])
                 if self.before.get(key) != self.after.get(key)
             )
-        return f"{self.name} {shown(self.before)} -> {shown(self.after)}"
+        return f"{self.name} {format_value(self.before)} -> {format_value(self.after)}"
 
     @property
     def kind(self) -> str:
-        """The option's name, the same for every stage."""
+        """The option's name without the stage number."""
         return re.sub(r"\[\d+\]", "[]", self.name)
 
     @property
@@ -90,7 +90,7 @@ class Change:
 
 
 class Record:
-    """What a run folder says of its run; `values` is None where there is no record yet."""
+    """The record in a run folder; `values` is None if there is none yet."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -100,14 +100,14 @@ class Record:
 
     @property
     def steps(self) -> int | None:
-        """Of the whole run, as recorded."""
+        """Steps of the whole run."""
         if self.values is None:
             return None
         parts = self.values.get("stages") or [self.values["run"]]
         return sum(int(part["steps"]) for part in parts)
 
     def changes(self, recipe: Recipe) -> list[Change]:
-        """Options that differ from the record, those of the stages that both have."""
+        """Return the options that differ from the record; stages that only one has are ignored."""
         if self.values is None:
             return []
         before, after = flat(self.values), flat(plain(asdict(recipe)))
@@ -115,35 +115,36 @@ class Record:
         return [change for change in both if not change.is_none]
 
     def check(self, recipe: Recipe, step: int, override: bool = False) -> list[Change]:
-        """The changes a run at `step` is to take. Refuses those that would make its record untrue,
-        and with `override` those that cannot be made at all."""
+        """Return the changes to apply to a run at `step`. Raises for changes that need `override`,
+        and for those that cannot be made at all."""
         changes = self.changes(recipe)
         if step == 0:
             return changes
-        heavy = [change for change in changes if not change.is_free]
+        restricted = [change for change in changes if not change.is_free]
         if step >= plan(recipe)[-1].last_step:
-            heavy = [change for change in heavy if not LENGTH.fullmatch(change.kind)]
-            if heavy and not override:
+            restricted = [change for change in restricted if not LENGTH.fullmatch(change.kind)]
+            if restricted and not override:
                 raise RecipeError(
                     f"{self.folder} is at step {step} with nothing left to train, and was not "
-                    f"trained with these options: {listed(heavy)}; name another --out"
+                    f"trained with these options: {join_changes(restricted)}; name another --out"
                 )
             return []
-        if fixed := [c for c in heavy if FIXED.fullmatch(c.name) or self.is_over(c, step)]:
+        if fixed := [c for c in restricted if FIXED.fullmatch(c.name) or self.is_over(c, step)]:
             raise RecipeError(
-                f"{self.folder} holds a run at step {step} that cannot change {listed(fixed)}; "
-                "name another --out"
+                f"{self.folder} holds a run at step {step} that cannot change "
+                f"{join_changes(fixed)}; name another --out"
             )
-        if heavy and not override:
+        if restricted and not override:
             raise RecipeError(
-                f"{self.folder} holds a run at step {step} with other options: {listed(heavy)}; "
-                f"--override changes them from step {step} on, another --out begins a new run"
+                f"{self.folder} holds a run at step {step} with other options: "
+                f"{join_changes(restricted)}; --override changes them from step {step} on, another "
+                "--out begins a new run"
             )
         return changes
 
     def is_over(self, change: Change, step: int) -> bool:
-        """Whether a change is of a stage that is over, or of how the present one began. The last
-        stage of a finished run can be extended."""
+        """Whether a change concerns a stage that is over, or the growth of the current one. The
+        last stage of a finished run can be extended."""
         if change.stage is None or self.values is None:
             return False
         steps = [int(stage["steps"]) for stage in self.values["stages"]]
@@ -152,7 +153,7 @@ class Record:
         return left or (begin < step and ".grow" in change.name)
 
     def write(self, recipe: Recipe, step: int) -> None:
-        """Record the recipe that the run is trained by from `step` on."""
+        """Record the recipe from `step` on."""
         self.folder.mkdir(parents=True, exist_ok=True)
         changes = self.changes(recipe)
         if step == 0:
@@ -165,10 +166,10 @@ class Record:
             self.values = values
 
     def write_history(self, changes: list[Change], step: int) -> None:
-        """Written before the record itself, so that a kill between the two loses no row."""
+        """Append changes. Called before the record is written: a kill in between loses nothing."""
         path = self.folder / HISTORY
         rows = read_mapping(path).get("changes", []) if path.exists() else []
-        # Steps that are made again are made with the values of now.
+        # Repeated steps use the current values.
         rows = [{**row, "from_step": min(step, row["from_step"])} for row in rows]
         options = {c.name: {"before": c.before, "after": c.after} for c in changes}
         row = {"from_step": step, "options": options}
@@ -203,7 +204,7 @@ def is_stage(value: Any) -> bool:
 
 
 def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """A record with the options that it lacks, of an older version, at their defaults."""
+    """Fill in the defaults of options that a record of an older version lacks."""
     parts = {"grow": plain(asdict(GrowthOptions())), "schedule": plain(asdict(ScheduleOptions()))}
     stages = []
     for stage in values.get("stages", []):
@@ -223,19 +224,19 @@ def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """The steps of a run's checkpoints by their names, whole or not."""
+    """Return the steps of a run's checkpoints by their names, complete or not."""
     names = [path.name for path in (folder / CHECKPOINTS).glob("step-*")]
     return [int(name[5:]) for name in names if name[5:].isdecimal()]
 
 
 def newest_step(folder: Path) -> int:
-    """The step of a run's newest checkpoint by its name, whole or not; 0 where there is none."""
+    """Return the step of a run's newest checkpoint by its name; 0 without any."""
     return max(checkpoint_steps(folder), default=0)
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse to begin a run in a folder with files that it would replace, unless they are of a run
-    that was killed before its first checkpoint. Other files, such as a log, may be there."""
+    """Raise if a new run would replace files in the folder, except those of a run killed before its
+    first checkpoint. Other files, such as a log, are allowed."""
     if not folder.is_dir() or checkpoint_steps(folder):
         return
     names = {path.name for path in folder.iterdir()}
@@ -250,8 +251,8 @@ def check_folder(folder: Path) -> None:
 
 
 def flat(values: dict[str, Any]) -> dict[str, Any]:
-    """Options by their full names; those of a stage with the schedule that it follows. Values that
-    are mappings of any names, such as rates, stay whole."""
+    """Return options by full name. A stage without a schedule gets that of the recipe; values that
+    are mappings, such as rates, are not flattened."""
     found: dict[str, Any] = {}
     for section, options in values.items():
         if isinstance(options, dict):
@@ -267,8 +268,8 @@ def flat(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def same_path(before: str | None, after: str | None) -> bool:
-    """Whether two paths mean one folder. An older record may hold a relative path, of whatever
-    folder; one that is given is relative where it was not found."""
+    """Whether two paths mean the same folder. A record of an older version may hold a relative
+    path, and a path that was not found stays relative."""
     if before is None or after is None:
         return before == after
     old, new = Path(before), Path(after)
@@ -287,20 +288,20 @@ def is_moved(before: str | None, after: str | None) -> bool:
 
 
 def source(start: str | None) -> str | None:
-    """What a run started from: a run folder and the model in it are one."""
+    """Return the folder that a run started from, without the `model` of a run folder."""
     return None if start is None else str(start).removesuffix(f"/{MODEL}")
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def listed(changes: list[Change]) -> str:
+def join_changes(changes: list[Change]) -> str:
     return ", ".join(map(str, changes))
 
 
 def plain(value: Any) -> Any:
-    """Tuples as lists, which YAML can write without tags."""
+    """Replace tuples with lists, which YAML writes without tags."""
     if isinstance(value, dict):
         return {key: plain(entry) for key, entry in value.items()}
     return [plain(entry) for entry in value] if isinstance(value, list | tuple) else value

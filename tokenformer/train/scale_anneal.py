@@ -1,11 +1,11 @@
 """Move the scale of every layer linearly from its value after growth to its number of tokens.
 
-    anneal = ScaleAnneal(grown, steps=150)
-    for step in range(1, 301):
-        anneal(step)
-        ...                      # train
-        anneal.update_config()   # before saving
-    anneal.finish()              # the scales become plain numbers again
+anneal = ScaleAnneal(grown, steps=150)
+for step in range(1, 301):
+    anneal(step)
+    ...                      # train
+    anneal.update_config()   # before saving
+anneal.finish()              # the scales become plain numbers again
 """
 
 from typing import TYPE_CHECKING

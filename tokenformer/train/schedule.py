@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step: a linear warm-up, then one of three courses."""
+"""Learning rate schedules: a linear warm-up, then cosine, constant or warm-up-stable-decay."""
 
 import math
 from collections.abc import Callable
@@ -7,11 +7,11 @@ from tokenformer.train.options import ScheduleOptions
 
 
 def rate_factor(step: int, steps: int, options: ScheduleOptions) -> float:
-    """What the peak rate is multiplied by at `step`, counted from 1, of `steps`."""
+    """Return the factor on the peak learning rate at `step` of `steps`, counted from 1."""
     if step <= options.warmup_steps:
         return step / options.warmup_steps
     done = (step - options.warmup_steps) / max(1, steps - options.warmup_steps)
-    return COURSES[options.kind](done, options)
+    return SCHEDULES[options.kind](done, options)
 
 
 def cosine(done: float, options: ScheduleOptions) -> float:
@@ -27,7 +27,7 @@ def warmup_stable_decay(done: float, options: ScheduleOptions) -> float:
     return options.floor + (1 - options.floor) * min(1.0, left)
 
 
-COURSES: dict[str, Callable[[float, ScheduleOptions], float]] = {
+SCHEDULES: dict[str, Callable[[float, ScheduleOptions], float]] = {
     "cosine": cosine,
     "constant": constant,
     "wsd": warmup_stable_decay,

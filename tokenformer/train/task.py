@@ -1,7 +1,6 @@
-"""What is trained, as the loop sees it: samples by number, and a module that maps them to a loss.
+"""The interface between the training loop and a modality: samples by index, a module with a loss.
 
-The loop knows a task, not a modality. `LanguageTask` is next-token prediction; `image_task` has the
-classification of images.
+`LanguageTask` is next-token prediction; `image_task` has image classification.
 """
 
 import math
@@ -20,32 +19,32 @@ from tokenformer.train.memory import least_activation_bytes
 
 
 class Batch(Protocol):
-    """Samples: a tensor, or several that belong together."""
+    """Samples: a tensor, or several of equal length."""
 
     def __len__(self) -> int: ...
 
     def to(self, device: torch.device, /) -> Any:
-        """As the task's module takes it."""
+        """Return the batch on a device, as the task's module takes it."""
         ...
 
 
 class Task(Protocol):
     model: Any
-    """The Hugging Face model: saved, loaded and exported."""
+    """The Hugging Face model to save, load and export."""
     module: nn.Module
-    """Maps a batch to the sum of its losses; what DDP and FSDP wrap. In eval mode other sums over
-    the samples may follow it: [1 + n]."""
+    """Maps a batch to the sum of its losses; wrapped by DDP or FSDP. In eval mode it may return
+    further sums over the samples: [1 + n]."""
     tokens_per_sample: int
-    """Losses in a sample's sum, and the unit of throughput."""
+    """Number of losses per sample, and the unit of throughput."""
     flops_per_sample: int
     """Training FLOPs, forward and backward."""
     chance_loss: float
-    """Mean loss of one who guesses evenly, in nats."""
+    """Mean loss of a uniform prediction, in nats."""
     least_activation_bytes: int
-    """Bytes that a sample keeps for the backward pass in fp32, at the very least."""
+    """Lower bound on the bytes per sample kept for the backward pass in fp32."""
 
     def batch(self, first_sample: int, count: int) -> Batch:
-        """Samples by their number since the start of training: a pure function of it."""
+        """Return samples by index since the start of training; a pure function of it."""
         ...
 
     def prefetch(self, first_sample: int, count: int) -> None:
@@ -53,17 +52,17 @@ class Task(Protocol):
         ...
 
     def validation(self, batch_size: int, count: int) -> Sequence[Batch]:
-        """At most `count` samples, always the same, in batches."""
+        """Return at most `count` held-out samples, always the same, in batches."""
         ...
 
     @property
     def describe(self) -> Callable[..., dict[str, float]]:
-        """(mean validation loss, other means, ...) -> what they mean: bits per byte, accuracy."""
+        """Map (mean held-out loss, other means, ...) to metrics: bits per byte, accuracy."""
         ...
 
 
 class NextTokenLoss(nn.Module):
-    """A causal language model with its loss: [B, T + 1] token ids -> the sum over B T tokens."""
+    """A causal language model with its loss: maps token ids [B, T + 1] to the summed loss."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -80,12 +79,12 @@ class LanguageTask:
     model: Any
     tokens: TokenSequence
     validation_tokens: TokenSequence | None
-    """None for a run that does not validate."""
+    """None for a run without validation."""
     length: int
     seed: int = 0
     order: str = "random"
     bytes_per_token: float = 1.0
-    """Of the validation text, for bits per byte."""
+    """Bytes per token of the validation text, for bits per byte."""
     module: nn.Module = field(init=False)
     tokens_per_sample: int = field(init=False)
     flops_per_sample: int = field(init=False)
@@ -115,7 +114,7 @@ class LanguageTask:
     def validation(self, batch_size: int, count: int) -> list[Tensor]:
         if self.validation_tokens is None:
             return []
-        # One by one, so that which windows they are does not depend on the batch size.
+        # One at a time, so that the samples do not depend on the batch size.
         samples = fixed_batches(
             self.validation_tokens, batch_size=1, length=self.length, count=count
         )

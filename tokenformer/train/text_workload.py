@@ -1,4 +1,4 @@
-"""What a recipe of text trains on and with."""
+"""The data and models of a text recipe."""
 
 from collections.abc import Iterator
 from itertools import count
@@ -25,7 +25,7 @@ TEXT_FAMILIES: dict[str, type[Any]] = {
 
 
 class TextWorkload:
-    """Text, its tokenizer, and models as they are asked for."""
+    """A corpus, its tokenizer, and the models and tasks that a run trains on it."""
 
     unit = "tokens"
 
@@ -39,11 +39,11 @@ class TextWorkload:
         )
 
     def first_model(self) -> Any:
-        """The recipe's own: on the meta device, where `distribute` gives it weights, or loaded."""
+        """Return the initial model: on the meta device, or loaded from `start_from`."""
         options = self.recipe.model
         config_class = TEXT_FAMILIES[options.family]
         if options.start_from is not None:
-            return self.loaded(options.start_from, MODEL_CLASSES[config_class])
+            return self.load(options.start_from, MODEL_CLASSES[config_class])
         given = {
             "vocab_size": self.corpus.vocab_size,
             "max_position_embeddings": self.recipe.data.length,
@@ -60,11 +60,13 @@ class TextWorkload:
         check_model_options(options.options, config_class)
         return build_on_meta(config)
 
-    def loaded(self, folder: str, model_class: Any) -> Any:
+    def load(self, folder: str, model_class: Any) -> Any:
         model = load_for_training(model_class, folder)
         file = Path(folder) / "tokenizer.json"
         tokenizer = tokenizer_from_file(file) if file.exists() else None
-        open_corpus(self.corpus.folder, tokenizer, model.config.vocab_size)  # or it is refused
+        open_corpus(
+            self.corpus.folder, tokenizer, model.config.vocab_size
+        )  # raises if they do not match
         return model
 
     def token_batches(self) -> Iterator[Tensor]:
@@ -81,7 +83,7 @@ class TextWorkload:
             )[:, :-1]
 
     def preprocessor(self, model: Any) -> Any:
-        """What the model's text goes through, kept beside it."""
+        """Return the tokenizer to export with the model."""
         return self.tokenizer
 
     def task(self, model: Any) -> LanguageTask:

@@ -1,4 +1,4 @@
-"""What a run asks of its recipe, whatever is trained: text or images."""
+"""The data and models of a run: the interface of text and image recipes."""
 
 from collections.abc import Iterator, Sized
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ from tokenformer.train.text_workload import TextWorkload
 
 class Workload(Protocol):
     unit: str
-    """What is counted: tokens or images."""
+    """tokens or images"""
 
     @property
     def train(self) -> Sized: ...
@@ -27,9 +27,9 @@ class Workload(Protocol):
         ...
 
     def preprocessor(self, model: Any) -> Any:
-        """What goes beside an exported model: its tokenizer or its image processor."""
+        """Return the tokenizer or image processor to export with the model."""
         ...
 
 
-def workload_of(recipe: Recipe) -> Workload:
+def make_workload(recipe: Recipe) -> Workload:
     return TextWorkload(recipe) if recipe.data.images is None else ImageWorkload(recipe)

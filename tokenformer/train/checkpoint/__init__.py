@@ -1,7 +1,7 @@
-"""Checkpoints of a run on disk: complete or absent, and verified before they are loaded.
+"""Checkpoints of a run: written atomically, verified before they are loaded.
 
     path = save(run / "checkpoints", model=model, optimizer=optimizer, state={"step": 500})
-    path = latest(run / "checkpoints")                  # the newest valid one; None: there is none
+    path = latest(run / "checkpoints")                  # the newest valid one, or None
     state, extra = load(path, model=model, optimizer=optimizer)
 
 A checkpoint is a folder `step-00000500/`:

@@ -1,11 +1,11 @@
-"""Checkpoints written while training goes on.
+"""Write checkpoints in the background.
 
     with AsyncSaver() as saver:
         saver.save(folder, model=model, optimizer=optimizer, state={"step": step})
-        ...                                          # train on; the snapshot stays as it is
+        ...                                          # continue training; the snapshot is a copy
 
-`save` takes as long as a copy to CPU memory. One checkpoint is written at a time: the next `save`
-waits for the one before, and raises its error if it failed.
+`save` takes as long as a copy to CPU memory. One checkpoint is written at a time: `save` waits
+for the previous one and raises its error if it failed.
 """
 
 import warnings
@@ -25,16 +25,16 @@ from tokenformer.train.parallel.ranks import Ranks
 
 
 class AsyncSaver:
-    """Collective, like all of checkpointing: every rank makes one, and calls it alike."""
+    """Collective: every rank creates one and makes the same calls."""
 
     def __init__(self) -> None:
-        # The writing ranks talk in a group of their own: in the training's, their messages would
-        # come between its own. Always gloo, for what is written is in CPU memory.
+        # A group of its own, so that messages do not mix with those of training. Always gloo: the
+        # snapshot is in CPU memory.
         distributed = dist.is_available() and dist.is_initialized()
         self.ranks = Ranks(dist.new_group(backend="gloo") if distributed else None)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self.unseen: list[Future[Path]] = []
-        weakref.finalize(self, warn_of_failure, self.unseen)
+        self.pending: list[Future[Path]] = []
+        weakref.finalize(self, warn_of_failure, self.pending)
 
     def save(
         self,
@@ -45,14 +45,14 @@ class AsyncSaver:
         state: Mapping[str, Any],
         extra: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """As `checkpoint.save`, but returns when a snapshot is taken."""
+        """Like `checkpoint.save`, but return once a snapshot is taken."""
         self.wait()
         contents = collect(model=model, optimizer=optimizer, state=state, extra=extra, copy=True)
-        self.unseen.append(self.thread.submit(write, folder, contents, self.ranks))
+        self.pending.append(self.thread.submit(write, folder, contents, self.ranks))
 
     def wait(self) -> Path | None:
-        """Wait for the checkpoint under way and return it; None if there is none."""
-        return self.unseen.pop().result() if self.unseen else None
+        """Wait for the pending checkpoint and return its path; None without one."""
+        return self.pending.pop().result() if self.pending else None
 
     def __enter__(self) -> "AsyncSaver":
         return self
@@ -66,8 +66,8 @@ class AsyncSaver:
         self.wait()
 
 
-def warn_of_failure(unseen: list[Future[Path]]) -> None:
-    """The last resort for an error that no later call was there to raise."""
-    for future in unseen:
+def warn_of_failure(pending: list[Future[Path]]) -> None:
+    """Warn of an error that no later call raised."""
+    for future in pending:
         if error := future.exception():
             warnings.warn(str(error), stacklevel=1)

@@ -1,4 +1,4 @@
-"""The checkpoints folder of a run: its newest valid checkpoint, and deleting old ones."""
+"""The checkpoints folder of a run: find the newest valid checkpoint, delete old ones."""
 
 import re
 import warnings
@@ -15,7 +15,7 @@ NAME = re.compile(r"step-(\d{8,})")
 
 
 def steps(folder: Path) -> dict[int, Path]:
-    """Checkpoints by step, oldest first, whole or not."""
+    """Return all checkpoints by step, oldest first, complete or not."""
     if not Path(folder).is_dir():
         return {}
     found = {path: NAME.fullmatch(path.name) for path in Path(folder).iterdir()}
@@ -25,9 +25,9 @@ def steps(folder: Path) -> dict[int, Path]:
 def latest(
     folder: Path, *, report: Callable[[str], None] = warnings.warn, hashes: bool = True
 ) -> Path | None:
-    """The newest valid checkpoint, or None where there are no checkpoints. For each newer one that
-    is damaged, rank 0 reports why it is skipped. If all are damaged, this raises a CheckpointError:
-    a run that began again at step 0 would overwrite what is left of the old one."""
+    """Return the newest valid checkpoint, or None if there are no checkpoints. Rank 0 reports why
+    newer ones are skipped. Raises a CheckpointError if all are damaged: a run that restarts at step
+    0 would overwrite them."""
     ranks = Ranks()
     damaged: list[str] = []
     for path in ranks.share([*reversed(steps(folder).values())]):
@@ -50,7 +50,7 @@ def latest(
 
 
 def sweep(folder: Path) -> None:
-    """Delete what a killed `prune` has left. Safe while a checkpoint is being written."""
+    """Delete the leftovers of a killed `prune`. Safe while a checkpoint is being written."""
     ranks = Ranks()
     with ranks.together(f"{folder} cannot be cleaned up"):
         if ranks.first:
@@ -62,8 +62,8 @@ def prune(
 ) -> list[Path]:
     """Delete all but the last `keep_last` checkpoints and that of the step `best`.
 
-    Damaged ones (by their sizes and state) do not count, and are left for their owner to look into;
-    so are those of a step after `newest`, if given.
+    Checkpoints that are damaged, by their sizes and state, or later than step `newest` do not count
+    and are kept for inspection.
     """
     if keep_last < 1:
         raise CheckpointError(f"keep_last={keep_last} must be at least 1")
@@ -71,19 +71,19 @@ def prune(
     removed: list[Path] = []
     with ranks.together(f"checkpoints in {folder} cannot be pruned"):
         if ranks.first:
-            whole = {
+            complete = {
                 step: path
                 for step, path in steps(folder).items()
-                if (newest is None or step <= newest) and is_whole(path)
+                if (newest is None or step <= newest) and is_complete(path)
             }
-            for step in [*whole][:-keep_last]:
+            for step in [*complete][:-keep_last]:
                 if step != best:
-                    files.remove_folder(whole[step])
-                    removed.append(whole[step])
+                    files.remove_folder(complete[step])
+                    removed.append(complete[step])
     return ranks.share(removed)
 
 
-def is_whole(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
     try:
         manifest.check_sizes(path)
         parse_document(path)

@@ -1,4 +1,4 @@
-"""The list of a checkpoint's files with their sizes and SHA-256, and the check of both."""
+"""manifest.json: sizes and SHA-256 hashes of a checkpoint's files; write and verify it."""
 
 import _thread
 import json
@@ -17,23 +17,22 @@ Entries = dict[str, dict[str, Any]]
 
 
 def entries(folder: Path, name: str) -> Entries:
-    """Size and hash of a file that this process wrote, once it is on the disk; of none, nothing."""
+    """Sync a file that this process wrote and return its size and hash; empty if it has none."""
     file = folder / name
     if not file.exists():
         return {}
-    wait = sync_aside(file)  # overlaps with hashing
+    wait = sync_in_thread(file)  # while hashing
     digest = sha256(file)
     wait()
     return {name: {"size": file.stat().st_size, "sha256": digest}}
 
 
-def sync_aside(file: Path) -> Callable[[], None]:
-    """Start to sync a file in a thread; the function returned waits for it and raises its error.
+def sync_in_thread(file: Path) -> Callable[[], None]:
+    """Start to sync a file in a thread; return a function that waits for it and raises its error.
 
-    A bare thread and a bare lock, because Ctrl-C may arrive at any moment. A `threading.Thread` or
-    an executor that is freed here runs weakref callbacks, in which Python ignores exceptions, so
-    that a KeyboardInterrupt is lost; one that is kept holds Python-level locks, which an interrupt
-    can leave locked.
+    Uses `_thread` because Ctrl-C may arrive at any moment. Freeing a `threading.Thread` or an
+    executor runs weakref callbacks, in which Python ignores exceptions, so a KeyboardInterrupt
+    would be lost; keeping one means Python-level locks, which an interrupt can leave locked.
     """
     errors: list[OSError] = []
     done = _thread.allocate_lock()
@@ -62,9 +61,9 @@ def write(folder: Path, files: Entries) -> None:
 
 
 def verify(folder: Path, *, hashes: bool = True) -> None:
-    """Raise a CheckpointError that names a file that is missing, torn, altered or foreign.
+    """Raise a CheckpointError that names a missing, truncated, altered or unlisted file.
 
-    Collective: the ranks share the work of hashing.
+    Collective: each rank hashes some of the files.
     """
     ranks = Ranks()
     with ranks.together(f"checkpoint {folder}"):
@@ -72,11 +71,11 @@ def verify(folder: Path, *, hashes: bool = True) -> None:
         mine = sorted(listed)[ranks.index :: ranks.count] if hashes else []
         for name in mine:
             if sha256(folder / name) != listed[name]["sha256"]:
-                raise CheckpointError(f"{name} was altered, its SHA-256 differs")
+                raise CheckpointError(f"{name} was altered: its SHA-256 differs")
 
 
 def check_sizes(folder: Path) -> Entries:
-    """The manifest, if each file is there in its full size and no tensors are that it lacks."""
+    """Return the manifest; raise if a file is missing, has another size or is not listed."""
     listed = read(folder)
     found = {file.name: file.stat().st_size for file in folder.iterdir()}
     for name, entry in sorted(listed.items()):
@@ -85,7 +84,7 @@ def check_sizes(folder: Path) -> Entries:
         if found[name] != entry["size"]:
             raise CheckpointError(f"{name} has {found[name]} of {entry['size']} bytes")
     for name in sorted(found.keys() - listed.keys()):
-        # Every tensor file in the folder would be read as part of it; a user's note harms nobody.
+        # torch reads every tensor file in the folder; other files do no harm.
         if name.endswith(SUFFIX):
             raise CheckpointError(f"{name} is not listed in {MANIFEST}")
     return listed

@@ -1,9 +1,7 @@
-"""The state of an optimizer by the names of the parameters, so that any wrapping and any number of
-processes finds its own again.
+"""Optimizer state by parameter name, independent of wrappers and of the number of ranks.
 
-Tensors are named "optimizer.<parameter>.<key>". Hyperparameters and other Python scalars go apart
-(`read_groups`), to be kept as JSON: torch's safetensors storage writes a scalar and then cannot
-read the file.
+Tensors are named "optimizer.<parameter>.<key>". Hyperparameters and other Python scalars are stored
+as JSON (`read_groups`): torch's safetensors storage cannot read a file with scalars.
 """
 
 from collections.abc import Mapping
@@ -18,22 +16,22 @@ from torch.optim import Optimizer
 from tokenformer.errors import CheckpointError
 from tokenformer.train.checkpoint.tensors import plain_name, unwrap
 
-# How the step is computed, not what: left to the optimizer at hand.
+# These only choose an implementation: the current optimizer keeps its own.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 Groups = list[dict[str, Any]]
 
 
 def optimizer_parameters(model: nn.Module, optimizer: Optimizer) -> list[dict[str, nn.Parameter]]:
-    """For each group of the optimizer its parameters by their names in the model."""
+    """Return the parameters of each optimizer group, by their names in the model."""
     names = {id(p): plain_name(name) for name, p in unwrap(model).named_parameters()}
     groups = []
     for group in optimizer.param_groups:
-        strangers = [p for p in group["params"] if id(p) not in names]
-        if strangers:
-            shape = tuple(strangers[0].shape)
+        unknown = [p for p in group["params"] if id(p) not in names]
+        if unknown:
+            shape = tuple(unknown[0].shape)
             raise CheckpointError(
                 f"the optimizer holds a parameter of shape {shape} that is not the model's; "
-                "make the optimizer after the model is wrapped"
+                "create the optimizer after the model is wrapped"
             )
         groups.append({names[id(p)]: p for p in group["params"]})
     return groups
@@ -50,7 +48,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
 
 
 def read_groups(model: nn.Module, optimizer: Optimizer) -> Groups:
-    """Hyperparameters, and what else the optimizer keeps that is no tensor, as JSON can hold it."""
+    """Return the hyperparameters and non-tensor state of each group, as JSON values."""
     groups = []
     for named, group in zip(
         optimizer_parameters(model, optimizer), optimizer.param_groups, strict=True
@@ -81,8 +79,8 @@ def read_groups(model: nn.Module, optimizer: Optimizer) -> Groups:
 def match_groups(
     model: nn.Module, optimizer: Optimizer, saved: Groups, *, hyperparameters: bool = True
 ) -> Groups:
-    """For each group of the optimizer the saved one its parameters were in; those that differ in
-    nothing but `hyperparameters` may be one group now if these are not wanted."""
+    """Return the saved group of each optimizer group. With `hyperparameters=False` an optimizer
+    group may combine saved groups that differ in nothing else."""
     places = {name: index for index, group in enumerate(saved) for name in group["parameters"]}
     named_groups = optimizer_parameters(model, optimizer)
     matched = []
@@ -96,7 +94,7 @@ def match_groups(
             raise CheckpointError(
                 f"group {index} of the optimizer mixes parameters of the saved groups {homes}"
             )
-        # Groups that differ in nothing but the mesh of their parameters are one elsewhere.
+        # Groups that differ only in the mesh of their parameters are one group on other ranks.
         state = {name: kept for home in homes for name, kept in saved[home]["state"].items()}
         matched.append({"options": options[0], "state": state})
     if places:
@@ -109,7 +107,7 @@ def match_groups(
 def optimizer_targets(
     model: nn.Module, optimizer: Optimizer, saved: Mapping[str, TensorStorageMetadata]
 ) -> dict[str, Tensor]:
-    """A tensor to fill for each saved one: the optimizer's own where it has one that fits."""
+    """Return a tensor to load each saved one into: the optimizer's own, if it fits."""
     targets = {}
     for named, group in zip(
         optimizer_parameters(model, optimizer), optimizer.param_groups, strict=True
@@ -129,9 +127,9 @@ def optimizer_targets(
             elif isinstance(parameter, DTensor) and parameter.shape == wanted.size:
                 targets[full_name] = torch.zeros_like(parameter.detach(), dtype=dtype)
             else:
-                # As torch's own: the step count stays on the CPU unless a fused kernel reads it.
-                aside = key == "step" and not (group.get("fused") or group.get("capturable"))
-                device = "cpu" if aside else parameter.device
+                # As in torch, the step count is on the CPU unless a fused kernel reads it.
+                on_cpu = key == "step" and not (group.get("fused") or group.get("capturable"))
+                device = "cpu" if on_cpu else parameter.device
                 targets[full_name] = torch.zeros(wanted.size, dtype=dtype, device=device)
     return targets
 
@@ -139,7 +137,7 @@ def optimizer_targets(
 def fill_optimizer(
     model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor], groups: Groups
 ) -> None:
-    """Give the optimizer its state and hyperparameters, and nothing it had before."""
+    """Replace the optimizer's state and hyperparameters."""
     states: dict[str, dict[str, Any]] = {}
     for full_name, tensor in tensors.items():
         name, _, key = full_name.removeprefix("optimizer.").rpartition(".")

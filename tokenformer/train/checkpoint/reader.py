@@ -33,11 +33,11 @@ def load(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Fill the model, the optimizer and the random number generators from a checkpoint, in place.
 
-    Returns the caller's state and the extra tensors: those of `extra` filled in place (sharded ones
-    stay sharded), the others new and whole on the CPU. Nothing is touched before every file was
-    verified and every name, shape and type found to fit. `hashes=False` checks only sizes, for a
-    path that `latest` has just verified. `hyperparameters=False` leaves those of the optimizer as
-    they are. A rank beyond those that saved keeps its generators.
+    Returns the caller's state and the extra tensors: those in `extra` filled in place (sharded ones
+    stay sharded), the others new and whole on the CPU. Nothing changes before every file is
+    verified and every name, shape and dtype is found to match. `hashes=False` checks only sizes,
+    for a path that `latest` has just verified. `hyperparameters=False` keeps those of the
+    optimizer. If more ranks load than saved, the additional ones keep their generators.
     """
     path, ranks = Path(path), Ranks()
     manifest.verify(path, hashes=hashes)
@@ -85,7 +85,7 @@ def only(tensors: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def compare(targets: Mapping[str, Tensor], saved: Metadata) -> None:
-    """Refuse tensors that would stay unfilled, and what torch would convert or cut in silence."""
+    """Raise for tensors that would stay unfilled or that torch would convert or cut silently."""
     for name in [*targets, *saved]:
         if name not in saved:
             raise CheckpointError(f"it lacks {name}")

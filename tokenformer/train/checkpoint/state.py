@@ -1,4 +1,4 @@
-"""state.json of a checkpoint: everything that is not a tensor."""
+"""state.json: everything in a checkpoint that is not a tensor."""
 
 import json
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ STATE = "state.json"
 
 
 def read_state(path: Path, needs: Mapping[str, type] | None = None) -> dict[str, Any]:
-    """The caller's state in a checkpoint that `latest` has verified. `needs`: the keys that the
-    caller cannot do without, with their types."""
+    """Return the caller's state in a checkpoint that `latest` has verified. `needs`: required keys
+    and their types."""
     with Ranks().together(f"checkpoint {path} cannot be read"):
         state: dict[str, Any] = parse_document(path)["state"]
         for name, kind in (needs or {}).items():
@@ -27,13 +27,13 @@ def read_state(path: Path, needs: Mapping[str, type] | None = None) -> dict[str,
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """All that a checkpoint holds besides tensors."""
+    """Return the contents of state.json. Collective."""
     with Ranks().together(f"checkpoint {path} cannot be read"):
         return parse_document(path)
 
 
 def parse_document(path: Path) -> dict[str, Any]:
-    """The contents of state.json, if they are of the form that `collect` gives them."""
+    """Return the contents of state.json; raise if they are not as `collect` writes them."""
     try:
         document = json.loads((path / STATE).read_bytes())
         step, groups = document["state"]["step"], document["optimizer"]
@@ -52,6 +52,6 @@ def is_step(value: Any) -> TypeGuard[int]:
 
 
 def is_group(group: Any) -> bool:
-    """Whether this can be a group of an optimizer, as `read_groups` writes it."""
+    """Whether this is a parameter group as `read_groups` writes it."""
     kinds = {"parameters": list, "options": dict, "state": dict}
     return all(isinstance(group[name], kind) for name, kind in kinds.items())

@@ -1,8 +1,8 @@
-"""torch.distributed.checkpoint's safetensors storage, streaming what it writes.
+"""A streaming writer for torch.distributed.checkpoint's safetensors storage.
 
-torch's own writer first serialises all tensors of a rank in memory and then writes them. This one
-writes the same files straight from the tensors: in a third of the time, in none of the memory. One
-file a rank, named as torch names it; torch's own reader reads it.
+torch's own writer serializes all tensors of a rank in memory before it writes them. This one writes
+the same files, one per rank, straight from the tensors: in a third of the time and without extra
+memory. torch's own reader reads them.
 """
 
 import json
@@ -43,14 +43,14 @@ class StreamingWriter(HuggingFaceStorageWriter):
         for item in plan.items:
             name, part = item.index.fqn, item.tensor_data
             if part is None or name in tensors:
-                raise ValueError(f"{name} is not one tensor, or one part of one, on this rank")
+                raise ValueError(f"{name} is not a single tensor or shard on this rank")
             tensor = planner.resolve_data(item)
-            assert isinstance(tensor, Tensor)  # as `part` is there
+            assert isinstance(tensor, Tensor)  # since `part` is not None
             tensors[name] = tensor.detach().cpu()
             offsets[name] = {"saved_offsets": list(part.chunk.offsets)}
             results.append(WriteResult(item.index, tensor.nbytes, None))
         if tensors:
-            # What torch's reader looks for: where in the whole tensor each part begins.
+            # torch's reader needs the offset of each shard in the whole tensor.
             about = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
             save_file(tensors, self.folder / file_name(plan.storage_data["shard_index"] - 1), about)
         done: Future[list[WriteResult]] = Future()
@@ -59,7 +59,7 @@ class StreamingWriter(HuggingFaceStorageWriter):
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
-    """Store the parts of the tensors that the ranks hold, what all hold alike once."""
+    """Store the shards of all ranks; replicated tensors are stored once."""
     state_dict_saver.save(
         tensors,
         storage_writer=StreamingWriter(folder),
@@ -70,7 +70,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], ranks: Ranks) -> Non
 
 
 def read_tensors(folder: Path, targets: dict[str, Tensor], ranks: Ranks) -> None:
-    """Fill tensors in place, each rank the parts it holds."""
+    """Fill tensors in place; each rank reads its shards."""
     state_dict_loader.load(
         targets,
         storage_reader=HuggingFaceStorageReader(str(folder)),
@@ -81,6 +81,6 @@ def read_tensors(folder: Path, targets: dict[str, Tensor], ranks: Ranks) -> None
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Names, sizes and types of the tensors, from the headers of the files."""
+    """Return names, shapes and dtypes of the tensors, from the file headers."""
     metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {name: m for name, m in metadata.items() if isinstance(m, TensorStorageMetadata)}

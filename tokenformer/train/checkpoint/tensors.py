@@ -1,5 +1,4 @@
-"""The tensors of a model by name, whatever wraps it (DDP, FSDP2, torch.compile), and what storing
-tensors asks of them."""
+"""The tensors of a model by name, under any wrapper (DDP, FSDP2, torch.compile), ready to store."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DDP and torch.compile."""
+    """Return the model inside DDP and torch.compile."""
     inner: Any = model
     while isinstance(inner, DistributedDataParallel) or hasattr(inner, "_orig_mod"):
         inner = inner.module if isinstance(inner, DistributedDataParallel) else inner._orig_mod
@@ -31,12 +30,12 @@ def plain_name(name: str) -> str:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers, the very tensors of the model, each once."""
+    """Return the parameters and persistent buffers, without copying; tied ones once."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in unwrap(model).state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"model state {plain_name(name)} is no tensor but {tensor!r:.60}")
+            raise CheckpointError(f"model state {plain_name(name)} is {tensor!r:.60}, not a tensor")
         if tensor.is_meta:
             raise CheckpointError(f"model.{plain_name(name)} is on the meta device, without data")
         if id(tensor) not in seen:
@@ -46,15 +45,15 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds."""
+    """Return this rank's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The name of a tensor with a NaN or an infinity in this process's part of it."""
+    """Return the name of a tensor whose local shard holds a NaN or an infinity, or None."""
     for name, tensor in tensors.items():
         part = local(tensor).detach()
-        # One infinity or NaN makes the sum so; only a sum that overflows needs the closer look.
+        # A NaN or infinity shows in the sum; only a sum that overflows needs the second check.
         if (
             part.is_floating_point()
             and not part.sum(dtype=wide(part)).isfinite()
@@ -69,8 +68,8 @@ def wide(tensor: Tensor) -> torch.dtype:
 
 
 def storable(tensors: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
-    """The tensors as safetensors takes them, contiguous and none in another's memory; with `copy`
-    a snapshot in CPU memory, which training on does not change."""
+    """Return the tensors as safetensors needs them: contiguous and without shared memory. `copy`
+    makes a snapshot in CPU memory."""
     seen: set[int] = set()
     found = {}
     for name, tensor in tensors.items():

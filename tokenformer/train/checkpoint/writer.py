@@ -1,4 +1,4 @@
-"""Save a checkpoint: collect its tensors and state, write them beside the final name, rename."""
+"""Save a checkpoint: collect tensors and state, write them to a temporary folder, rename it."""
 
 import json
 import warnings
@@ -21,13 +21,13 @@ from tokenformer.train.checkpoint.storage import file_name, write_tensors
 from tokenformer.train.checkpoint.tensors import model_tensors, not_finite, storable
 from tokenformer.train.parallel.ranks import Ranks
 
-# A single process may use torch.distributed.checkpoint too.
+# torch warns when a single process uses torch.distributed.checkpoint.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or un")
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What one checkpoint is to hold."""
+    """The contents of a checkpoint in memory."""
 
     step: int
     tensors: dict[str, Tensor]
@@ -43,10 +43,10 @@ def save(
     state: Mapping[str, Any],
     extra: Mapping[str, Tensor] | None = None,
 ) -> Path:
-    """Write `folder`/step-XXXXXXXX, whole or not at all, and return it.
+    """Write `folder`/step-XXXXXXXX atomically and return its path.
 
-    `state` is anything JSON can hold and has a `step`; `extra` are further tensors by name, such as
-    moving averages. A checkpoint of the same step is replaced. What killed saves left is deleted.
+    `state` holds JSON values and a `step`; `extra` further tensors by name, such as moving
+    averages. Replaces a checkpoint of the same step and deletes the leftovers of killed saves.
     """
     contents = collect(model=model, optimizer=optimizer, state=state, extra=extra)
     return write(folder, contents, Ranks())
@@ -60,7 +60,7 @@ def collect(
     extra: Mapping[str, Tensor] | None,
     copy: bool = False,
 ) -> Contents:
-    """All of a checkpoint in memory; with `copy` apart from the run's own memory."""
+    """Return the contents of a checkpoint; `copy` takes a snapshot in CPU memory."""
     ranks = Ranks()
     step = state.get("step")
     if not is_step(step):
@@ -74,7 +74,7 @@ def collect(
     with ranks.together(f"step {step} is not saved"):
         if name := not_finite(tensors):
             raise CheckpointError(f"{name} holds a NaN or an infinity")
-    # Every rank has its own generators; stacked they are one tensor that all ranks hold alike.
+    # Each rank has its own generators; stacked, their states are one replicated tensor.
     everyone = ranks.gather(rng.states())
     tensors |= {
         f"rng.{name}": torch.stack([states[name] for states in everyone])  # [ranks, words]

@@ -79,8 +79,8 @@ def check_tokens(model: nn.Module, mesh: Mesh) -> None:
     tokens = [layer.num_tokens for layer in model.modules() if isinstance(layer, Pattention)]
     if not tokens:
         raise ValueError(
-            f"tensor_parallel={count} shards parameter tokens, but {type(model).__name__} has none; "
-            "set it to 1"
+            f"tensor_parallel={count} shards parameter tokens, but {type(model).__name__} has "
+            "none; set it to 1"
         )
     fewest = min(tokens)
     if mesh.data.count > 1 and -(-fewest // count) * (count - 1) >= fewest:

@@ -67,7 +67,7 @@ class Ranks:
 
 
 def interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:
-    """Return the Ctrl-C during whose handling `error` was raised, as shutil.rmtree's clean-up does."""
+    """Return the Ctrl-C whose handling raised `error`, as in the clean-up of shutil.rmtree."""
     context = error.__context__
     while context is not None and not isinstance(context, KeyboardInterrupt):
         context = context.__context__
