@@ -64,7 +64,10 @@ def test_json_of_a_folder(tmp_path: Path) -> None:
     done = run("model", *options, folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)
-    for family, expected in (("tokenformer", config), ("transformer", matching_transformer(config))):
+    for family, expected in (
+        ("tokenformer", config),
+        ("transformer", matching_transformer(config)),
+    ):
         told = report[family]
         total = sum(count_parameters(expected).values())
         assert told["parameters"] == {**count_parameters(expected), "total": total}

@@ -77,7 +77,9 @@ def inspect(
         return
     length = length or config.max_position_embeddings
     configs = {"tokenformer": config} if isinstance(config, TokenformerConfig) else {}
-    configs["transformer"] = matching_transformer(config) if isinstance(config, TokenformerConfig) else config
+    configs["transformer"] = (
+        matching_transformer(config) if isinstance(config, TokenformerConfig) else config
+    )
     report = {
         "model": model,
         "batch_size": batch_size,
