@@ -5,8 +5,8 @@
     layer = tokenformer.Pattention(768, 768, num_tokens=576)
     model = tokenformer.TokenformerForCausalLM(tokenformer.TokenformerConfig.from_preset("124m"))
 
-Importing the package imports neither torch nor transformers: names are loaded when first used
-(PEP 562), and the Auto classes of transformers learn of our models when they are loaded.
+Importing the package imports neither torch nor transformers: names are loaded on first use
+(PEP 562), and our models are registered with transformers' Auto classes when those are loaded.
 """
 
 import importlib
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULES = {
     "pattention": "tokenformer.ops",
     "Pattention": "tokenformer.layers",
     "TokenformerEncoderLayer": "tokenformer.layers",
@@ -102,9 +102,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'tokenformer' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 

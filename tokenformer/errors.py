@@ -1,4 +1,4 @@
-"""This package's errors. The command line catches their base class once, in `cli.main`."""
+"""The errors of this package. The command line catches their base class once, in `cli.main`."""
 
 
 class TokenformerError(Exception):
@@ -34,7 +34,7 @@ class TrainingError(TokenformerError):
 
 
 def first_line(error: Exception) -> str:
-    """The message of another library's error, in one line."""
+    """Return the first line of another library's error, with its type if it is unexpected."""
     line = next(iter(str(error).strip().splitlines()), "")
     expected = isinstance(error, OSError | ValueError | ImportError | RuntimeError)
     return line if line and expected else f"{type(error).__name__}: {line}".removesuffix(": ")

@@ -196,7 +196,7 @@ def test_grow_refuses_a_target_of_another_kind(
     with pytest.raises(SystemExit):
         main(["grow", "copied", "--to", "other", "--out", "new"])
     said = capsys.readouterr().err.splitlines()
-    assert said[-1].endswith("--to other is a tokenformer_transformer, copied a tokenformer")
+    assert said[-1].endswith("other is a tokenformer_transformer model, not a tokenformer")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Token-token attention: multi-head, grouped-query, causal or not, self or cross, with a cache.
+"""Token-token attention: multi-head or grouped-query, causal or not, self or cross, with KV cache.
 
-The four projections are given, so the same attention serves Pattention and linear projections. The
-paper's equations 6 to 8, with heads.
+The paper's equations 6 to 8, with heads. The four projections are arguments, so the same attention
+works with Pattention and linear projections.
 """
 
 import math
@@ -15,11 +15,11 @@ from tokenformer.layers.positions import Rotation, rotate
 
 
 class Cache(Protocol):
-    """What attention needs of a key-value cache; transformers' caches have it."""
+    """The interface of a KV cache; the caches of transformers have it."""
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, H_kv, T, head_dim] and return all of that layer's so far,
-        and no more: where a cache returns empty places too, the caller masks them."""
+        """Append keys and values [B, H_kv, T, head_dim] and return all cached ones of the layer.
+        If a cache also returns unused positions, the caller must mask them."""
         ...
 
 
@@ -65,9 +65,9 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from x [B, T, d] to itself, or to `context` [B, S, d].
 
-        `attention_mask` broadcasts to [B, H, T, S]: True, or 0 where it is added, means "attend".
-        Where attention is causal it holds on top of that.
-        Returns the output and, where `attend` computes them, the attention weights.
+        `attention_mask` broadcasts to [B, H, T, S]: True, or 0 in a float mask, means "attend". It
+        applies in addition to the causal mask.
+        Returns the output and, if `attend` computes them, the attention weights.
         """
         source = x if context is None else context
         query = self._split_heads(self.q(x))  # [B, H, T, head_dim]
@@ -83,12 +83,12 @@ class Attention(nn.Module):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """[B, H, T, head_dim] -> [B, T, H, head_dim], by torch's fused attention."""
-        new, seen = query.shape[-2], key.shape[-2]
-        if self.is_causal and new > 1 and (attention_mask is not None or seen > new):
-            # SDPA takes one mask or its own causal one, which it aligns with the first key; but
-            # cached keys precede the queries.
-            causal = query.new_ones(new, seen, dtype=torch.bool).tril(seen - new)
+        """[B, H, T, head_dim] -> [B, T, H, head_dim], with torch's fused attention."""
+        new, total = query.shape[-2], key.shape[-2]
+        if self.is_causal and new > 1 and (attention_mask is not None or total > new):
+            # SDPA takes either a mask or `is_causal`, which aligns the first query with the first
+            # key; but cached keys precede the queries.
+            causal = query.new_ones(new, total, dtype=torch.bool).tril(total - new)
             if attention_mask is None:
                 attention_mask = causal
             elif attention_mask.dtype == torch.bool:

@@ -9,9 +9,9 @@ from tokenformer.layers.drop_path import DropPath
 
 
 class SequentialBlock(nn.Module):
-    """x + attention(norm(x)), and on its result x + ffn(norm(x)): the paper's equations 4 and 5.
+    """x = x + attention(norm(x)), then x + ffn(norm(x)): the paper's equations 4 and 5.
 
-    `drop_path` is the chance that a branch is left out for a sample in training.
+    `drop_path` is the probability of dropping a branch for a training sample.
     """
 
     def __init__(
@@ -30,13 +30,13 @@ class SequentialBlock(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
-        """x [B, T, d]; `options` go to the attention."""
+        """x [B, T, d] -> [B, T, d]; `options` are passed to the attention."""
         x = x + self.drop_path(self.attention(self.attention_norm(x), **options)[0])
         return x + self.drop_path(self.ffn(self.ffn_norm(x)))
 
 
 class ParallelBlock(SequentialBlock):
-    """Both branches read the same x: NeoX's parallel residual."""
+    """Both branches read the same x, as in GPT-NeoX."""
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         attended = self.attention(self.attention_norm(x), **options)[0]

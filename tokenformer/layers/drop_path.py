@@ -1,4 +1,4 @@
-"""Stochastic depth: in training, a branch is left out for some images of a batch.
+"""Stochastic depth: drops a residual branch for random samples of a training batch.
 
 Huang et al., 2016, https://arxiv.org/abs/1603.09382.
 """
@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 
 class DropPath(nn.Module):
-    """Zero for whole samples of the batch with chance `rate`, the others scaled up to make up."""
+    """Zeroes samples of the batch with probability `rate` and scales up the others."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
         if not 0 <= rate < 1:
-            raise ValueError(f"rate={rate} must be from 0 to below 1")
+            raise ValueError(f"rate={rate} must be at least 0 and below 1")
         self.rate = rate
 
     def forward(self, branch: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The plain Transformer's feed-forward networks, for the twins of the comparison."""
+"""Feed-forward networks of the Transformer baselines."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,7 +1,7 @@
 """Layer norm and RMS norm with any subset of their parameters.
 
-TokenFormer's own norms have none (`parameters="none"`), so that key and value tokens are all there
-is to learn, grow and merge; the paper ablates `bias` and `weight_bias`.
+The norms of a TokenFormer have no parameters (`parameters="none"`), so that growth and merging only
+deal with key and value tokens; the paper ablates `bias` and `weight_bias`.
 """
 
 import torch
@@ -12,7 +12,7 @@ NORM_PARAMETERS = ("none", "bias", "weight", "weight_bias")
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(var + eps), times weight, plus bias, as far as `parameters` has them."""
+    """(x - mean) / sqrt(var + eps), then the weight and bias named in `parameters`."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -54,7 +54,7 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(LayerNorm):
-    """x / sqrt(mean(x^2) + eps): layer norm without the centring."""
+    """x / sqrt(mean(x^2) + eps): layer norm without centering."""
 
     def forward(self, x: Tensor) -> Tensor:
         normed = F.rms_norm(x, (self.size,), self.weight, self.eps)

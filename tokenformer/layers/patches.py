@@ -1,4 +1,4 @@
-"""Images to tokens: one per patch, a class token before them, and where each stands.
+"""Patch embedding: images to tokens, with a class token and learned positions.
 
 embed = PatchEmbedding(image_size=224, patch_size=16, num_channels=3, hidden_size=768)
 tokens = embed(images)      # [B, 3, 224, 224] -> [B, 197, 768]
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class PatchEmbedding(nn.Module):
-    """The positions are learned for one image size; for others they are interpolated."""
+    """One token per patch. Positions are learned for one image size and interpolated for others."""
 
     class_token: nn.Parameter | None  # [d]
     positions: nn.Parameter  # [1 + G * G, d], or without a class token [G * G, d]
@@ -51,16 +51,16 @@ class PatchEmbedding(nn.Module):
         return tokens + self._positions_for(height, width)
 
     def _positions_for(self, height: int, width: int) -> Tensor:
-        """The learned positions, stretched over a grid of another size."""
+        """Return the learned positions, interpolated to a grid of another size."""
         side = self.grid_size
         if (height, width) == (side, side):
             return self.positions
         first, grid = self.positions[: -(side**2)], self.positions[-(side**2) :]
         square = grid.T.unflatten(1, (side, side))  # [d, G, G]
-        stretched = F.interpolate(
+        resized = F.interpolate(
             square.unsqueeze(0).float(), (height, width), mode="bicubic", antialias=True
         )
-        return torch.cat((first, stretched[0].flatten(1).T.to(first)))
+        return torch.cat((first, resized[0].flatten(1).T.to(first)))
 
     def _check(self, images: Tensor) -> None:
         shape, side = tuple(images.shape), self.patch_size

@@ -13,18 +13,18 @@ from tokenformer.ops.pattention import check_names, check_scale, pattention
 class Pattention(nn.Module):
     """Attends from every input row to `num_tokens` learnable key-value pairs.
 
-    `scale_tokens` is data of the layer, not a function of its token count: growth adds tokens and
-    keeps the scale. Like the other constructor arguments it is not part of the state dict, unless
-    it is given as an `nn.Parameter`, to be learned.
+    `scale_tokens` is stored with the layer and not recomputed from the token count: growth adds
+    tokens and keeps the scale. Like the other constructor arguments it is not part of the state
+    dict, unless it is an `nn.Parameter`, to be learned.
 
-    `active_tokens`, by default all, has the layer behave as one of its first m tokens alone:
+    `active_tokens` restricts the layer to its first m tokens; by default all are active:
 
-        layer.active_tokens = 144     # of 576: the prefix as a smaller layer
+        layer.active_tokens = 144     # of 576: a smaller layer
     """
 
     key_tokens: nn.Parameter  # [num_tokens, in_features]
     value_tokens: nn.Parameter  # [num_tokens, out_features]
-    scale_tokens: float | Tensor  # a tensor where it is learned or moves
+    scale_tokens: float | Tensor  # a tensor if it is learned or annealed
     initial_scale: float  # of a learned scale, set by the model
 
     def __init__(
@@ -80,7 +80,7 @@ class Pattention(nn.Module):
 
     @property
     def active_tokens(self) -> int | None:
-        """How many tokens, from the first on, take part; None for all, also after growth."""
+        """Number of active tokens, from the first; None for all, also after growth."""
         return self._active_tokens
 
     @active_tokens.setter
@@ -90,22 +90,23 @@ class Pattention(nn.Module):
         self._active_tokens = count
 
     def token_set(self) -> tuple[Tensor, Tensor, float | Tensor]:
-        """The keys, values and scale that take part.
+        """Return the active keys, values and scale.
 
-        The first m of n tokens have m/n of the scale: a layer of m tokens is born with scale m
-        where one of n has n, and if the tokens are alike, the first m have m/n of the squared norm
-        (of the sum, for l1 and softmax), so each keeps the weight it has among all n.
+        The first m of n tokens get m/n of the scale. A new layer of m tokens has scale m where one
+        of n tokens has n; and if tokens are similar, the first m have m/n of the squared norm (of
+        the sum, for l1 and softmax), so each keeps the weight that it has among all n.
         """
         if self._active_tokens is None:
             return self.key_tokens, self.value_tokens, self.scale_tokens
         count = self._active_tokens
-        share = count / self.num_tokens  # exactly 1 where all are active
+        share = count / self.num_tokens  # exactly 1 if all are active
         return self.key_tokens[:count], self.value_tokens[:count], self.scale_tokens * share
 
     def reset_parameters(self) -> None:
-        """Keys 1/sqrt(d_in), values 1/sqrt(n): unit-variance inputs give unit-order outputs,
-        whatever the number of tokens. Our models draw their own, in `_init_weights`."""
-        if self.key_tokens.is_meta:  # nothing to draw, and torch would take its time over it
+        """Normal keys with standard deviation 1/sqrt(d_in) and values with 1/sqrt(n): inputs of
+        unit variance give outputs of order 1 for any number of tokens. Our models initialize in
+        `_init_weights` instead."""
+        if self.key_tokens.is_meta:  # there is no data, and torch would be slow
             return
         nn.init.normal_(self.key_tokens, std=self.in_features**-0.5)
         nn.init.normal_(self.value_tokens, std=self.num_tokens**-0.5)
@@ -124,7 +125,7 @@ class Pattention(nn.Module):
         )
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """Called by `torch.jit.script`, which cannot compile the choice of a backend."""
+        """Called by `torch.jit.script`, which cannot compile the backend dispatch."""
         raise NotImplementedError(
             "torch.jit.script does not support Pattention; use torch.export, torch.compile or "
             "torch.jit.trace"

@@ -1,7 +1,8 @@
-"""How a model knows where a token stands: rotary, learned, or not at all.
+"""Position encodings: rotary, learned, or none.
 
-The three share one call, `positions(hidden, position_ids) -> (hidden, rotation)`: learned positions
-change the hidden states, rotary ones hand attention a rotation, `NoPositions` does neither.
+All share one signature, `positions(hidden, position_ids) -> (hidden, rotation)`: learned positions
+change the hidden states, rotary positions return a rotation for attention, `NoPositions` does
+neither.
 """
 
 import torch
@@ -14,8 +15,8 @@ Rotation = tuple[Tensor, Tensor]
 class RotaryPositions(nn.Module):
     """Rotates the first `dim` channels of every head by an angle that grows with the position.
 
-    The frequencies are computed anew in each forward: they are a handful of numbers, and a buffer
-    would be lost on the meta device and rounded by `model.bfloat16()`.
+    The frequencies are recomputed in each forward: they are few, and a buffer would be lost on the
+    meta device and rounded by `model.bfloat16()`.
     """
 
     def __init__(self, dim: int, base: float = 10000.0) -> None:
@@ -37,7 +38,7 @@ class RotaryPositions(nn.Module):
 
 
 class LearnedPositions(nn.Embedding):
-    """A table of one vector per position, added to the embeddings."""
+    """One learned vector per position, added to the embeddings."""
 
     def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         if hidden.shape[-2] > self.num_embeddings:
@@ -49,7 +50,7 @@ class LearnedPositions(nn.Embedding):
 
 
 class NoPositions(nn.Module):
-    """The causal mask alone tells the order, as in the paper's own figures."""
+    """No encoding: only the causal mask gives the order, as in the paper's own figures."""
 
     def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, None]:
         return hidden, None

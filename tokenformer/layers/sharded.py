@@ -1,7 +1,7 @@
-"""The Pattention layer of a process that has some of its tokens; others have the rest.
+"""Pattention with its tokens sharded over processes.
 
-`key_tokens` and `value_tokens` are DTensors, split along the tokens over a mesh of one dimension.
-Whatever is said of a layer (`num_tokens`, `active_tokens`, the scale) is said of all its tokens.
+`key_tokens` and `value_tokens` are DTensors, sharded along the tokens over a one-dimensional mesh.
+`num_tokens`, `active_tokens` and the scale refer to the tokens of all ranks.
 """
 
 from typing import Any
@@ -13,34 +13,34 @@ from tokenformer.ops.sharded import sharded_pattention
 
 
 class ShardedPattention(Pattention):
-    """What a `Pattention` becomes: `layer.__class__ = ShardedPattention`, its tokens being spread.
+    """A `Pattention` becomes sharded by `layer.__class__ = ShardedPattention`.
 
-    Without `sum_gradient` the gradient of its input is this process's part of it.
+    With `sum_gradient=False` the gradient of the input is only this rank's part.
     """
 
     sum_gradient = True
 
     def token_set(self) -> tuple[Tensor, Tensor, float | Tensor]:
-        """The keys and values of this process that take part, and the scale."""
+        """Return the active keys and values of this rank, and the scale."""
         keys: Any = self.key_tokens
         values: Any = self.value_tokens
-        mine, other, scale = keys.to_local(), values.to_local(), self.scale_tokens
+        local_keys, local_values, scale = keys.to_local(), values.to_local(), self.scale_tokens
         if self.active_tokens is not None:
             mesh = keys.device_mesh
-            most = -(-self.num_tokens // mesh.size())  # of a process; the last ones may have fewer
+            most = -(-self.num_tokens // mesh.size())  # per rank; the last ones may have fewer
             count = max(0, self.active_tokens - most * mesh.get_local_rank())
-            mine, other = mine[:count], other[:count]
+            local_keys, local_values = local_keys[:count], local_values[:count]
             scale = scale * (self.active_tokens / self.num_tokens)
-        return mine, other, scale
+        return local_keys, local_values, scale
 
     def forward(self, x: Tensor) -> Tensor:
         keys, values, scale = self.token_set()
-        spread: Any = self.key_tokens
+        sharded: Any = self.key_tokens
         return sharded_pattention(
             x,
             keys,
             values,
-            spread.device_mesh.get_group(),
+            sharded.device_mesh.get_group(),
             scale_tokens=scale,
             theta=self.theta,
             approximate=self.approximate,

@@ -1,8 +1,8 @@
-"""Encoder and decoder layers that take the place of torch's own.
+"""Drop-in replacements of torch's Transformer encoder and decoder layers.
 
-`TokenformerEncoderLayer` and `TokenformerDecoderLayer` are called like `nn.TransformerEncoderLayer`
-and `nn.TransformerDecoderLayer` and fit into `nn.TransformerEncoder`, `nn.TransformerDecoder` and
-`nn.Transformer`. Where torch's layers have hidden units, these have parameter tokens.
+`TokenformerEncoderLayer` and `TokenformerDecoderLayer` have the signatures of
+`nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer` and work in `nn.TransformerEncoder`,
+`nn.TransformerDecoder` and `nn.Transformer`. They have parameter tokens instead of hidden units.
 """
 
 import math
@@ -27,11 +27,11 @@ def post_norm_residual(x: Tensor, norm: Sublayer, sublayer: Sublayer, dropout: S
 
 
 class _LayerAttention(Attention):
-    batch_first: bool  # the layer's; torch's containers look it up here
+    batch_first: bool  # torch's containers look it up here
 
 
 class _TransformerLayer(nn.Module):
-    """What the two layers share: how they are built, and the residual around each sublayer."""
+    """The base of both layers: construction, and the residual around each sublayer."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class _TransformerLayer(nn.Module):
         return self.residual(x, norm, sublayer, self.dropout)
 
     def _to_batch_first(self, x: Tensor) -> Tensor:
-        """Any of torch's layouts, [T, d] included, to [B, T, d]."""
+        """Convert any of torch's layouts, including [T, d], to [B, T, d]."""
         if x.ndim == 2:
             return x.unsqueeze(0)
         return x if self.batch_first else x.transpose(0, 1)
@@ -104,7 +104,7 @@ class _TransformerLayer(nn.Module):
 
 
 class TokenformerEncoderLayer(_TransformerLayer):
-    """Self-attention and a feed-forward Pattention, in the place of `nn.TransformerEncoderLayer`.
+    """Self-attention and a feed-forward Pattention, like `nn.TransformerEncoderLayer`.
 
     Args:
         d_model: hidden size.
@@ -113,7 +113,7 @@ class TokenformerEncoderLayer(_TransformerLayer):
         dropout: dropout probability, as in torch.
         qkv_tokens: parameter tokens of each of the q, k and v projections, by default `d_model`.
         output_tokens: parameter tokens of the output projection, by default `d_model`.
-        theta: the modified softmax; takes the place of torch's `activation`.
+        theta: the modified softmax, instead of torch's `activation`.
         layer_norm_eps: epsilon of the norms.
         norm_parameters: `none`, `bias`, `weight` or `weight_bias`.
         batch_first: whether inputs are `[B, T, d]`, as in torch.
@@ -139,8 +139,8 @@ class TokenformerEncoderLayer(_TransformerLayer):
 
 
 class TokenformerDecoderLayer(_TransformerLayer):
-    """Self-attention, cross-attention to `memory` and a feed-forward Pattention, in the place of
-    `nn.TransformerDecoderLayer`. The arguments are those of `TokenformerEncoderLayer`."""
+    """Self-attention, cross-attention to `memory` and a feed-forward Pattention, like
+    `nn.TransformerDecoderLayer`. See `TokenformerEncoderLayer` for the arguments."""
 
     def _add_parts(self, attention: Callable[[], Attention], norm: Callable[[], LayerNorm]) -> None:
         super()._add_parts(attention, norm)
@@ -183,7 +183,7 @@ def attention_mask(
     is_causal: bool,
     nhead: int,
 ) -> Tensor | None:
-    """One mask for SDPA, broadcastable to [B, H, T, S], from torch's three conventions.
+    """Combine torch's three kinds of masks into one for SDPA, broadcastable to [B, H, T, S].
 
     In torch's layers a boolean True means "do not attend" and a float is added to the scores; a
     mask is [T, S] or [B * nhead, T, S], a padding mask [B, S]. For SDPA True means "attend".
@@ -212,7 +212,7 @@ def attention_mask(
 
 
 def _check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
-    """A mask laid out wrongly, or 0s and 1s that would be added, must not pass for a right one."""
+    """Refuse a mask of the wrong shape, and integer masks, whose 0s and 1s would be added."""
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"{name} is {mask.dtype}; it must be bool or floating point")
     if tuple(mask.shape) not in shapes:

@@ -147,9 +147,8 @@ class BlockPreTrainedModel(PreTrainedModel):
         with auto_mapped(self.config):
             super().save_pretrained(save_directory, *args, **options)
         folder = Path(save_directory)
-        if folder.is_dir() and self._writes_folder(
-            *args, **options
-        ):  # transformers only warns about a file
+        # transformers only warns if `save_directory` is a file.
+        if folder.is_dir() and self._writes_folder(*args, **options):
             complete(self, folder)
 
     def _writes_folder(self, is_main_process: bool = True, *_: Any, **options: Any) -> bool:
