@@ -1,4 +1,4 @@
-"""Every Python block and every `tokenformer` command in README and docs works as printed."""
+"""Every Python block and every `tokenformer` command in README and docs runs; links resolve."""
 
 import re
 import shlex
@@ -17,11 +17,12 @@ from tokenformer.cli import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OTHER_PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *ROOT.glob("*/README.md")]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-# The whole demo belongs to the tests marked slow; here what takes long runs for a few steps.
+# Commands that take long run for a few steps here; a slow test runs the whole demo.
 SHORTENED = {"demo": ["--steps", "2"], "serve": ["--port", "0"], "train": ["--max_steps", "2"]}
-PROCESSES = {"serve", "prepare"}
-"""One ends by a signal, the other starts processes of its own."""
+SUBPROCESSES = {"serve", "prepare"}
+"""Run in a new process: one is ended by a signal, the other starts processes."""
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -41,29 +42,29 @@ def page_name(page: Path) -> str:
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = "\n".join(blocks(page, "python"))
+    assert code
     exec(compile(code, str(page), "exec"), {"__name__": "docs"})
-    assert code  # reached: every assertion in the page held
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=page_name)
 def test_commands_run(page, tmp_path, real_data, monkeypatch, capsys):
-    """In order, in one folder that stands for a clone, with a folder `my-texts` of one's own and
-    one `eval` of benchmarks."""
+    """The commands run in order, in a folder with the recipes of a clone, texts and benchmarks."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     shutil.copytree(ROOT / "docs", tmp_path / "my-texts")
-    if any("--tasks" in words for words in commands(page)):
+    if any("--tasks" in command for command in commands(page)):
         (tmp_path / "eval").symlink_to(real_data("eval"))
     monkeypatch.chdir(tmp_path)
-    for words in commands(page):
-        arguments = words[1:] + SHORTENED.get(words[1], [])
-        if "--tasks" in words:
+    for command in commands(page):
+        arguments = command[1:] + SHORTENED.get(command[1], [])
+        if "--tasks" in command:
             arguments += ["--limit", "2"]
-        errors = in_a_process(arguments) if words[1] in PROCESSES else here(arguments, capsys)
-        assert errors is None, f"{' '.join(words)}\n{errors}"
+        in_subprocess = command[1] in SUBPROCESSES
+        error = run_process(arguments) if in_subprocess else run_here(arguments, capsys)
+        assert error is None, f"{' '.join(command)}\n{error}"
 
 
-def here(arguments: list[str], capsys) -> str | None:
-    """What was said if it failed. Starting Python and torch anew costs more than most commands."""
+def run_here(arguments: list[str], capsys) -> str | None:
+    """Run a command in this process, which saves importing torch, and return its error if any."""
     try:
         main(arguments)
     except SystemExit as end:
@@ -71,18 +72,19 @@ def here(arguments: list[str], capsys) -> str | None:
     return None
 
 
-def in_a_process(arguments: list[str]) -> str | None:
+def run_process(arguments: list[str]) -> str | None:
+    """Run a command in a new process and return its error if any."""
     command = [sys.executable, "-m", "tokenformer", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with started(command, text=True, **pipes) as process:
-        if arguments[0] == "serve" and process.stdout.readline():  # it is there; else it has failed
+        if arguments[0] == "serve" and process.stdout.readline():  # the server is up
             process.send_signal(signal.SIGINT)
-        errors = process.communicate(timeout=LIMIT)[1]
-    return errors if process.returncode else None
+        error = process.communicate(timeout=LIMIT)[1]
+    return error if process.returncode else None
 
 
-def test_links_between_pages_lead_somewhere():
-    for page in PAGES:
+def test_links_between_pages_resolve():
+    for page in [*PAGES, *OTHER_PAGES]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
@@ -106,8 +108,7 @@ def test_api_reference_lists_every_public_name():
     assert sorted(listed) == sorted(tokenformer.__all__)
 
 
-def test_docs_state_the_presets_as_they_are():
-    """The size table in models.md, row by row, against the models."""
+def test_size_table_matches_the_presets():
     import torch
 
     from tokenformer import TokenformerConfig, TokenformerForCausalLM

@@ -1,4 +1,4 @@
-"""Every recipe loads, describes a model that can be built, and opens with what it promises."""
+"""Every recipe loads, describes a valid model, and starts with its claim, cost and command."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,10 +29,10 @@ def test_recipe(path: Path) -> None:
     assert options.schedule.warmup_steps < options.run.steps
 
     model: ModelOptions = options.model
-    of_text = options.data.images is None
-    config_class = (TEXT_FAMILIES if of_text else IMAGE_FAMILIES)[model.family]
-    given = {**({"vocab_size": 257} if of_text else {}), **model.options}
-    if not of_text and model.preset is None:  # else read off the images
+    is_text = options.data.images is None
+    config_class = (TEXT_FAMILIES if is_text else IMAGE_FAMILIES)[model.family]
+    given = {**({"vocab_size": 257} if is_text else {}), **model.options}
+    if not is_text and model.preset is None:  # a run reads these from the images
         given |= {"image_size": 28, "num_channels": 1}
     config = config_class.from_preset(model.preset, **given) if model.preset else None
     assert build_on_meta(config or config_class(**given)).num_parameters() > 100_000
