@@ -9,12 +9,18 @@ import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from tokenformer.models.accounting import count_parameters
 from tokenformer.models.block_configuration import STUB_MODULE
-from tokenformer.models.configuration import PROJECTIONS, LanguageConfig, TokenConfig
+from tokenformer.models.configuration import (
+    PROJECTIONS,
+    LanguageConfig,
+    MatrixConfig,
+    TokenConfig,
+    VisionConfig,
+)
 
+AnyConfig = LanguageConfig | VisionConfig
 CARD = "README.md"
 STUB = f"{STUB_MODULE}.py"
 HISTORY = "## History"
@@ -24,7 +30,7 @@ TEMPLATE = "This model card has been automatically generated"
 MAX_LAYERS = 12
 
 
-def write_card(folder: Path, config: Any, history: Sequence[str] = ()) -> None:
+def write_card(folder: Path, config: AnyConfig, history: Sequence[str] = ()) -> None:
     """Write README.md, unless it exists and was edited. `history` has a line for each step that led
     to the model: training, growth, conversion."""
     if is_edited(folder):
@@ -84,7 +90,7 @@ def public_name(name: str | Path) -> str:
     return path.parent.name if path.name == "model" else path.name
 
 
-def front_matter(config: Any) -> str:
+def front_matter(config: AnyConfig) -> str:
     tags = ["tokenformer", "pattention" if isinstance(config, TokenConfig) else "transformer"]
     return "\n".join(
         [
@@ -99,7 +105,7 @@ def front_matter(config: Any) -> str:
     )
 
 
-def task(config: Any) -> tuple[str, str, str, str]:
+def task(config: AnyConfig) -> tuple[str, str, str, str]:
     """Return the pipeline, the Auto class, the class of its processor, and what the model is."""
     if not has_head(config):
         return "feature-extraction", "AutoModel", "", "model without a head"
@@ -109,11 +115,11 @@ def task(config: Any) -> tuple[str, str, str, str]:
     return "image-classification", "AutoModelForImageClassification", processor, "image classifier"
 
 
-def has_head(config: Any) -> bool:
+def has_head(config: AnyConfig) -> bool:
     return not config.architectures or "For" in config.architectures[0]
 
 
-def loading(config: Any) -> str:
+def loading(config: AnyConfig) -> str:
     _, auto_class, reader, kind = task(config)
     family = "TokenFormer" if isinstance(config, TokenConfig) else "Transformer"
     classes = ", ".join(filter(None, (auto_class, reader)))
@@ -141,7 +147,7 @@ def loading(config: Any) -> str:
     )
 
 
-def architecture(config: Any) -> str:
+def architecture(config: AnyConfig) -> str:
     rows = {
         "class": (config.architectures or [type(config).__name__])[0],
         "parameters": f"{sum(count_parameters(config).values()):,}",
@@ -155,7 +161,7 @@ def architecture(config: Any) -> str:
         for name, projection in zip(names, PROJECTIONS, strict=True):
             counts = spread(config.tokens(projection, layer) for layer in layers)
             rows[f"parameter tokens per layer, {name}"] = counts
-    else:
+    elif isinstance(config, MatrixConfig):
         rows["hidden units of the MLP"] = f"{config.intermediate_size:,}"
     if isinstance(config, LanguageConfig):
         rows["context length"] = f"{config.max_position_embeddings:,}"

@@ -9,7 +9,7 @@ the native path is tested against it.
 import ctypes
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,6 +33,9 @@ from tokenformer.ops.backends.native.few_rows import (
 )
 from tokenformer.ops.backends.native.library import Block, Norm, Shape, Tokens, function
 
+if TYPE_CHECKING:
+    from tokenformer.models.language import LanguageModel
+
 ATTENTION_PROJECTIONS = ("q", "k", "v", "o")
 PARAMETER_NAMES: dict[type[nn.Module], tuple[str, ...]] = {
     Pattention: ("key_tokens", "value_tokens"),
@@ -47,7 +50,7 @@ layer_options = attrgetter(
 
 
 def decode_token(
-    model: Any, hidden: Tensor, rotation: Rotation | None, mask: Any, cache: Any
+    model: "LanguageModel", hidden: Tensor, rotation: Rotation | None, mask: Any, cache: Any
 ) -> Tensor | None:
     """Run the blocks of `model` on one token, hidden [1, 1, d] -> [1, 1, d], and append its keys
     and values to the cache. Return None, with nothing changed, where native code cannot."""
@@ -79,7 +82,7 @@ class NativeDecoder:
     blocks: Any = None
     """None if the model needs Python between its layers."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: "LanguageModel") -> None:
         # Nothing here may refer to the model itself: it would never be freed.
         self.module_dicts: list[dict[str, Any]] = []
         self.hooks = [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
@@ -100,7 +103,8 @@ class NativeDecoder:
             return
         self.theta, self.dtype = theta_struct(*thetas.pop()), dtypes.pop()
         self.blocks = (Block * len(blocks))(*blocks)
-        first, attention = blocks[0], model.layers[0].attention
+        first: Block = blocks[0]
+        attention: Any = model.layers[0].attention
         self.shape = Shape(
             width=model.config.hidden_size,
             heads=first.q.d_out // attention.head_dim,
@@ -226,7 +230,7 @@ class NativeDecoder:
         is_collecting = bool(capturing and output_capturing._active_collector.get())
         return len(capturing) < len(hooks) or is_collecting
 
-    def is_current(self, model: Any) -> bool:
+    def is_current(self, model: "LanguageModel") -> bool:
         """Whether all recorded modules, parameters and options are unchanged."""
         return (
             model.config._attn_implementation == self.attention
@@ -237,4 +241,4 @@ class NativeDecoder:
         )
 
 
-DECODERS: WeakKeyDictionary[Any, NativeDecoder] = WeakKeyDictionary()
+DECODERS: "WeakKeyDictionary[LanguageModel, NativeDecoder]" = WeakKeyDictionary()

@@ -9,10 +9,9 @@ stub does not run where tokenformer is imported, nor in any of our commands.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from tokenformer.models.backbone import BlockPreTrainedModel
-from tokenformer.models.block_configuration import StubMap
+from tokenformer.models.block_configuration import BlockConfig, StubMap
 from tokenformer.models.checksums import write_checksums
 from tokenformer.models.configuration import VisionConfig
 from tokenformer.models.model_card import STUB, read_history, write_card
@@ -35,7 +34,7 @@ __all__ = {quoted}
 RESAVED = "Saved again from Python; changes to the weights in between are not recorded here."
 
 
-def auto_classes(config: Any) -> dict[str, str]:
+def auto_classes(config: BlockConfig) -> dict[str, str]:
     """Return the public names that each Auto class loads for a configuration; none for a class
     that a user derived from ours."""
     model_class = MODEL_CLASSES.get(type(config))
@@ -48,7 +47,7 @@ def auto_classes(config: Any) -> dict[str, str]:
 
 
 @contextmanager
-def auto_mapped(config: Any) -> Iterator[None]:
+def auto_mapped(config: BlockConfig) -> Iterator[None]:
     """Point the `auto_map` of a configuration to our stub while it is saved."""
     classes = auto_classes(config)
     if not classes:

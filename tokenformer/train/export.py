@@ -43,7 +43,8 @@ def export(model: nn.Module, preprocessor: Any, folder: Path) -> Path:
                 if is_edited(path):
                     shutil.copyfile(path / CARD, unfinished / CARD)
                 write(unwrap(model), whole, preprocessor, unfinished)
-                write_card(unfinished, unwrap(model).config, run_history(path.parent))
+                config: Any = unwrap(model).config
+                write_card(unfinished, config, run_history(path.parent))
                 files.finish_folder(unfinished, path)
             except BaseException:
                 files.discard_folder(unfinished)

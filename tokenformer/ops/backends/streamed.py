@@ -49,16 +49,16 @@ class Chunks:
     def __init__(self, x: Tensor, keys: Tensor, values: Tensor, matrices: int) -> None:
         self.keys, self.values, self.rows = keys, values, x.shape[0]
         self.wide = accumulation_dtype(x.dtype)
-        room = CHUNK_BYTES // (max(1, self.rows) * self.wide.itemsize)
-        self.size = min(keys.shape[0], max(FEWEST_TOKENS, room))
-        self.room = x.new_empty(matrices, self.rows * self.size, dtype=self.wide)
+        fitting = CHUNK_BYTES // (max(1, self.rows) * self.wide.itemsize)
+        self.size = min(keys.shape[0], max(FEWEST_TOKENS, fitting))
+        self.buffers = x.new_empty(matrices, self.rows * self.size, dtype=self.wide)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor, Tensor, list[Tensor]]]:
-        """The slice of tokens, their keys and values, and matrices [R, tokens] to write to."""
+        """Yield a slice of tokens, their keys and values, and matrices [R, tokens] to write to."""
         for start in range(0, self.keys.shape[0], self.size):
             part = slice(start, min(self.keys.shape[0], start + self.size))
             shape = (self.rows, part.stop - part.start)
-            matrices = [room[: shape[0] * shape[1]].view(shape) for room in self.room]
+            matrices = [buffer[: shape[0] * shape[1]].view(shape) for buffer in self.buffers]
             yield part, self.keys[part], self.values[part], matrices
 
 

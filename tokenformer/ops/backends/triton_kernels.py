@@ -1,10 +1,10 @@
 """The Triton kernels of `triton.py`; importing this module imports triton.
 
 Rows are x and the gradient of the output, tokens are keys and values; all are contiguous. A tile of
-scores, or of the gradient of the weights, is made on the chip, used and dropped:
+scores, or of the gradient of the weights, is computed on chip, used and dropped:
 
-    row_sums   a number a row and tile of tokens: its share in the row's norm, or in its gradient
-    mixtures   sums of a matrix's rows, weighted by tiles of theta(A) or of dL/dA, either way up
+    row_sums   one number per row and tile of tokens: its part of the row's norm or its gradient
+    mixtures   sums of a matrix's rows, weighted by tiles of theta(A) or dL/dA, or their transposes
 """
 
 import math
@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# Of the GELUs. They stand on the right of a product: on the left they make the interpreter take all
-# of it for a constant.
+# Constants of the GELUs. They must be the right factor of a product: on the left they make the
+# interpreter take the whole product for a constant.
 HALF_ROOT = tl.constexpr(math.sqrt(0.5))
 BELL = tl.constexpr(1 / math.sqrt(2 * math.pi))
 LINEAR = tl.constexpr(2 * math.sqrt(2 / math.pi))
@@ -27,14 +27,14 @@ def row_sums(
     THETA: tl.constexpr, TANH: tl.constexpr, BACKWARD: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """sums [tiles, R]: what tiles of tokens add to a row's norm, or if BACKWARD to dL / d log f.
+    """sums [tiles, R]: the part of each tile in a row's norm, or if BACKWARD in dL / d log f.
 
     `tops` has the largest scores of softmax: of each tile [tiles, R], found here together with the
     sums; if BACKWARD of each row [R].
     """
     r = block(tl.program_id(0), BLOCK_ROWS)
     t = block(tl.program_id(1), BLOCK_TOKENS)
-    place = tl.program_id(1).to(tl.int64) * rows + r
+    offset = tl.program_id(1).to(tl.int64) * rows + r
     scores = inner_products(x, keys, r, t, rows, tokens, d_in, INNER)  # [BLOCK_ROWS, BLOCK_TOKENS]
     if BACKWARD:
         if THETA == "softmax":
@@ -59,8 +59,8 @@ def row_sums(
         scores = tl.where(t[None, :] < tokens, scores, float("-inf"))
         top = tl.max(scores, 1)
         found = tl.sum(tl.exp(scores - top[:, None]), 1)
-        tl.store(tops + place, top, mask=r < rows)
-    tl.store(sums + place, found, mask=r < rows)
+        tl.store(tops + offset, top, mask=r < rows)
+    tl.store(sums + offset, found, mask=r < rows)
 
 
 @triton.jit
@@ -96,8 +96,8 @@ def mixtures(
         some = tl.load(mixed + j[:, None] * channels + c[None, :], mask=inside, other=0.0)
         total = add_product(total, tile.to(some.dtype), some)
     inside = (i[:, None] < count) & (c[None, :] < channels)
-    place = out + i[:, None] * out_stride + c[None, :] * out_channel_stride
-    tl.store(place, total.to(out.dtype.element_ty), mask=inside)
+    offset = out + i[:, None] * out_stride + c[None, :] * out_channel_stride
+    tl.store(offset, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
