@@ -131,7 +131,7 @@ def save_model_folder(
 def history_line(report: dict[str, Any]) -> str:
     """Return the line of the model card for a saved report of growth, pruning or merging."""
     method = report["method"]
-    grown = "GrownWeights by tokens" if method == "tokens" else f"GrownWeights by {method}"
+    grown = "Grown by tokens" if method == "tokens" else f"Grown by {method}"
     verb = {"prune": "Pruned", "merge": "Merged with another model"}.get(method, grown)
     options = ", ".join(f"{name} {report[name]}" for name in ("init", "scale") if report[name])
     counts = f"{report['parameters_before']:,} to {report['parameters_after']:,} parameters"
