@@ -197,8 +197,8 @@ def test_a_name_of_the_hub_is_taken_from_its_cache(home):
     assert "Saved to ours" in done.stdout
     assert AutoTokenizer.from_pretrained("ours")("a").input_ids == [97]
     assert done.stderr == (
-        "tokenformer convert: Haiyang-W/TokenFormer-900M is neither a file or folder here nor to "
-        "be had from the hub: the hub does not answer, and the cache has no copy\n"
+        "tokenformer convert: Haiyang-W/TokenFormer-900M is neither a file or folder here nor a "
+        "model on the hub (not asked: offline mode is on, and not in the cache)\n"
     )
     assert not (home / "none").exists()
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.train.conftest import SECTIONS
+from tests.support.training import SECTIONS
 from tokenformer.cli import main
 from tokenformer.train.checkpoint import save
 
@@ -125,7 +125,7 @@ def test_a_checkpoint_away_from_its_run_has_no_tokenizer(home, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--weights", "average"], "--weights average: the run kept no average"),
+        (["--weights", "average"], "--weights average: the run has no moving average"),
         (["--weights", "first"], "--weights first is unknown; choose average or last"),
         (
             ["--num_attention_heads", "4"],
