@@ -1,4 +1,4 @@
-"""The fault campaign: a short one of every part, and proof that it finds planted faults."""
+"""A short fault campaign of every part, and checks that it finds planted faults."""
 
 import json
 import os
@@ -18,7 +18,7 @@ SECONDS = 1200
 
 
 def campaign(out: Path, *options: str, before: str = "") -> tuple[int, dict, str]:
-    """Exit code, summary and output of a campaign, in an interpreter that ran `before`."""
+    """Return exit code, summary and output of a campaign, in an interpreter that ran `before`."""
     code = f"{before}\nfrom tests.campaign.__main__ import main\nmain()"
     done = subprocess.run(
         [sys.executable, "-c", code, "--out", str(out), *options],
@@ -35,7 +35,7 @@ def campaign(out: Path, *options: str, before: str = "") -> tuple[int, dict, str
 
 @pytest.fixture
 def reference(tmp_path: Path) -> Reference:
-    """A run as it lies on disk, without having been trained."""
+    """The files of a run, without training."""
     run = tmp_path / "reference"
     checkpoint = run / "checkpoints" / "step-00000002"
     for folder in (checkpoint, run / "model"):

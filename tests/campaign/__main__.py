@@ -70,7 +70,7 @@ def size(text: str) -> int:
 
 
 def parts(options: argparse.Namespace, references: Path) -> Iterator[Part]:
-    """The parts asked for, each with what it needs made ready."""
+    """Return the requested parts, with their inputs prepared."""
     only = (options.only or "").partition(":")[0]
     corpus = references / "corpus"
 
@@ -92,7 +92,7 @@ def parts(options: argparse.Namespace, references: Path) -> Iterator[Part]:
 
 
 def preload() -> None:
-    """Import once what every trial needs, and nothing that starts threads."""
+    """Import what every trial needs, but nothing that starts threads."""
     import torch
 
     torch.set_num_threads(1)
@@ -137,10 +137,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             campaign.only(part, int(options.only.rpartition(":")[2]))
         else:
             campaign.run(part)
-    conclude(campaign, out)
+    finish(campaign, out)
 
 
-def conclude(campaign: Campaign, out: Path) -> None:
+def finish(campaign: Campaign, out: Path) -> None:
     report.write(out, campaign.results, campaign.seed)
     failed = report.failures(campaign.results)
     print(f"\n{report.markdown(campaign.results)}")

@@ -1,8 +1,8 @@
 """Files damaged on disk: checkpoints of a run, exported models, prepared corpora.
 
-A run must pass over a damaged checkpoint and end, from the one before, as an undisturbed run does;
-where none is whole it must refuse and leave its folder alone. A damaged model or corpus must be
-refused in a line, or make no difference.
+A run must skip a damaged checkpoint and end, from the one before, like an uninterrupted run; if all
+are damaged it must fail and leave its folder unchanged. A damaged model or corpus must be refused
+with one line, or make no difference.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ class Corruptions:
         return self.cases[index % len(self.cases)](chance, place)
 
     def all_cases(self) -> Iterator[Case]:
-        """One of each kind in turn, so that a short campaign has some of all."""
+        """Yield each kind in turn, so that a short campaign covers all."""
         checkpoints: list[Case] = [
             partial(self.newest, name, word)
             for name in CHECKPOINT_FILES
@@ -68,7 +68,7 @@ class Corruptions:
         yield from interleave([checkpoints, models, corpora, every])
 
     def newest(self, name: str, word: str, chance: random.Random, place: Path) -> Outcome:
-        """The newest checkpoint of an interrupted run is damaged."""
+        """Damage the newest checkpoint of an interrupted run."""
         subject = chance.choice(self.subjects)
         run = subject.copy(place)
         checkpoint = max((run / "checkpoints").glob("step-*"))
@@ -86,7 +86,7 @@ class Corruptions:
         return Outcome(True, "fell back, bit-equal" if passed_over else "harmless", label)
 
     def every_checkpoint(self, chance: random.Random, place: Path) -> Outcome:
-        """Where no checkpoint is whole, the run refuses and nothing is touched."""
+        """Damage all checkpoints: the run must fail and change nothing."""
         subject = chance.choice(self.subjects)
         run = subject.copy(place)
         label = ["checkpoint: all of them"]
@@ -102,7 +102,7 @@ class Corruptions:
         return refusal(ended, label, run)
 
     def model(self, name: str, word: str, chance: random.Random, place: Path) -> Outcome:
-        """An exported model: refused, or as good as before."""
+        """Damage an exported model: it must be refused, or work as before."""
         folder = place / "model"
         shutil.copytree(chance.choice(self.subjects).reference.run / "model", folder)
         command: tuple[str, ...] = ("generate", str(folder), *PROMPT)
@@ -121,7 +121,7 @@ class Corruptions:
         return Outcome(False, "believed", label, f"{command[0]} {name}: {ended.output[-500:]}")
 
     def broken_corpus(self, name: str, word: str, chance: random.Random, place: Path) -> Outcome:
-        """A prepared corpus that a run is to begin with."""
+        """Damage the corpus of a new run."""
         corpus, label = place / "corpus", [f"corpus: {word}"]
         shutil.copytree(self.corpus, corpus)
         harm(corpus, name, word, chance)
@@ -134,7 +134,7 @@ class Corruptions:
 
 
 def answer(output: str) -> list[str]:
-    """What a command printed, without warnings of keys in config.json that it ignores."""
+    """Return the output of a command, without warnings of ignored keys in config.json."""
     return [line for line in output.splitlines() if "has no effect; the option is" not in line]
 
 
@@ -143,13 +143,13 @@ def kinds_for(name: str) -> list[str]:
 
 
 def harm(folder: Path, name: str, word: str, chance: random.Random) -> None:
-    """Damage a file of a folder, or with no name the folder."""
+    """Damage a file in a folder, or the folder itself if no file is named."""
     kinds: dict[str, Damage] = damage.ANY | damage.JSON_ONLY | damage.WHOLE
     kinds[word](chance.choice(sorted(folder.glob(name))) if name else folder, chance)
 
 
 def interleave(lists: list[list[Case]]) -> Iterator[Case]:
-    """Every list in turn, each spread evenly over the whole."""
+    """Interleave the lists evenly."""
     places = [
         ((place + 0.5) / len(cases), number, case)
         for number, cases in enumerate(lists)
@@ -159,7 +159,7 @@ def interleave(lists: list[list[Case]]) -> Iterator[Case]:
 
 
 def refusal(ended: Ended, label: list[str], named: Path) -> Outcome:
-    """An error must be one line about the file, not a traceback."""
+    """Check that an error is one line about the file, not a traceback."""
     if ended.code not in (1, 2) or ended.has_traceback:
         return Outcome(False, "crashed", label, ended.output[-1500:])
     lines = [line for line in ended.output.splitlines() if line.startswith("tokenformer")]
@@ -175,7 +175,7 @@ def bounded(place: Path) -> Limits:
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    """Names and hashes of all files below a folder."""
+    """Return names and hashes of all files below a folder."""
     found = {}
     for base, folders, files in os.walk(folder):
         for name in [*folders, *files]:

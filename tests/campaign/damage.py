@@ -1,4 +1,4 @@
-"""Ways to damage a file, by name. All that they need to know is the file and a random choice."""
+"""Ways to damage a file, by name; each takes the file and a random generator."""
 
 import hashlib
 import json
@@ -35,7 +35,7 @@ def delete(file: Path, chance: random.Random) -> None:
 
 
 def zero(file: Path, chance: random.Random) -> None:
-    """A block of NUL bytes in its middle, as a file system may leave after a power cut."""
+    """Write a block of NUL bytes into the middle, as a power cut may leave it."""
     data = bytearray(file.read_bytes())
     begin = chance.randrange(len(data))
     data[begin : begin + 512] = bytes(len(data[begin : begin + 512]))
@@ -44,7 +44,7 @@ def zero(file: Path, chance: random.Random) -> None:
 
 
 def scramble(file: Path, chance: random.Random) -> None:
-    """Random bytes in the same number."""
+    """Replace the content with as many random bytes."""
     file.write_bytes(chance.randbytes(file.stat().st_size))
 
 
@@ -54,20 +54,20 @@ def make_folder(file: Path, chance: random.Random) -> None:
 
 
 def dangle(file: Path, chance: random.Random) -> None:
-    """A symbolic link to nowhere."""
+    """Replace the file with a dangling symbolic link."""
     file.unlink()
     file.symlink_to("nowhere")
 
 
 def link_to_sibling(file: Path, chance: random.Random) -> None:
-    """A symbolic link to another file of the folder."""
+    """Replace the file with a symbolic link to another one in the folder."""
     other = chance.choice([p for p in sorted(file.parent.iterdir()) if p != file and p.is_file()])
     file.unlink()
     file.symlink_to(other.name)
 
 
 def swap(file: Path, chance: random.Random) -> None:
-    """With another file of the folder."""
+    """Swap the file with another one in the folder."""
     other = chance.choice([p for p in sorted(file.parent.iterdir()) if p != file and p.is_file()])
     data = file.read_bytes()
     file.write_bytes(other.read_bytes())
@@ -75,7 +75,7 @@ def swap(file: Path, chance: random.Random) -> None:
 
 
 def wrong_json(file: Path, chance: random.Random) -> None:
-    """Valid JSON of another shape."""
+    """Write valid JSON of the wrong structure."""
     file.write_text(chance.choice(["{}", "[]", "null", "3", '"text"', '{"files": 3}', "[[[]]]"]))
 
 
@@ -106,7 +106,7 @@ def relist(checkpoint: Path) -> None:
 
 
 def wrong_state(checkpoint: Path, chance: random.Random) -> None:
-    """A state.json with a field gone or of another type, its hash made to match."""
+    """Remove a field of state.json or change its type, and update the hash."""
     file = checkpoint / "state.json"
     document: Any = json.loads(file.read_text())
     place = chance.choice([document, document["state"], document["state"]["progress"]])
@@ -120,13 +120,13 @@ def wrong_state(checkpoint: Path, chance: random.Random) -> None:
 
 
 def wrong_document(checkpoint: Path, chance: random.Random) -> None:
-    """A state.json that is no such document at all, its hash made to match."""
+    """Replace state.json with other JSON, and update the hash."""
     wrong_json(checkpoint / "state.json", chance)
     relist(checkpoint)
 
 
 def wrong_header(checkpoint: Path, chance: random.Random) -> None:
-    """A tensor renamed in the header of a tensor file, its hash made to match."""
+    """Rename a tensor in the header of a tensor file, and update the hash."""
     file = chance.choice(sorted(checkpoint.glob("*.safetensors")))
     data = file.read_bytes()
     file.write_bytes(data.replace(b"embed_tokens", b"embed_tokenz"))
@@ -134,7 +134,7 @@ def wrong_header(checkpoint: Path, chance: random.Random) -> None:
 
 
 def foreign_shard(checkpoint: Path, chance: random.Random) -> None:
-    """One more tensor file, not listed."""
+    """Add a tensor file that the manifest does not list."""
     file = chance.choice(sorted(checkpoint.glob("*.safetensors")))
     shutil.copy(file, checkpoint / "shard-00009-model-00001-of-00001.safetensors")
 
@@ -157,4 +157,4 @@ WHOLE: dict[str, Damage] = {
     "the folder is a file": become_file,
     "the folder is empty": become_empty,
 }
-"""Of a checkpoint's folder as a whole."""
+"""Damage to a checkpoint folder as a whole."""

@@ -1,6 +1,5 @@
-"""Files made to do harm: to run code, to fill memory or disk, to take for ever, to be read or
-written outside their folder. Each must be refused in a line or do nothing; a canary tells whether
-code ran."""
+"""Hostile files: they try to run code, fill memory or disk, run forever, or read or write outside
+their folder. Each must be refused with one line or do nothing; a canary shows whether code ran."""
 
 import json
 import random
@@ -17,24 +16,24 @@ from tests.campaign.runs import Subject
 from tests.campaign.trials import Outcome
 
 MEMORY = 2 << 30
-"""Bytes of address space that a command may take, above what it starts with."""
+"""Bytes of address space that a command may allocate."""
 RESIDENT = 1 << 30
-"""Bytes of memory that it may really use, above what it starts with."""
+"""Bytes of resident memory that a command may use."""
 DISK = 1 << 27
 TIME = 120.0
 BOMB = 1 << 29
-"""Bytes that an archive unfolds to."""
+"""Bytes that an archive expands to."""
 PROMPT = ("--prompt", "key", "--max_new_tokens", "4", "--greedy")
 
 Build = Callable[[Path, Path], Sequence[str]]
-"""Makes the files in a folder, given also the canary; returns the command that reads them."""
+"""Takes a folder and the canary, writes the files, returns the command that reads them."""
 
 
 class Hostile:
     name = "hostile"
 
     def __init__(self, wanted: int | None, subject: Subject, corpus: Path) -> None:
-        """`wanted` cases, or all."""
+        """Return `wanted` cases, or all."""
         self.subject, self.reference, self.corpus = subject, subject.reference, corpus
         self.cases = self.all_cases()
         self.wanted = len(self.cases) if wanted is None else wanted
@@ -211,7 +210,7 @@ class Hostile:
         return self.record(payloads.yaml_code(canary)[number], place, canary)
 
     def checkpoint(self, make: Callable[[Path], bytes], place: Path, canary: Path) -> list[str]:
-        """With hashes that match, as whoever made the file would see to."""
+        """Update the hashes, as an attacker would."""
         run, command = self.copied_run(place)
         for checkpoint in (run / "checkpoints").glob("step-*"):
             for shard in checkpoint.glob("*.safetensors"):
@@ -283,7 +282,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 TO_BE_REFUSED = ("model: index outside its folder", "run: manifest outside its folder")
-"""What is not harmless though nothing visible happens."""
+"""Cases that must fail: success would mean that a file outside the folder was read."""
 
 
 def judge(kind: str, ended: Ended, problem: str, command: str) -> Outcome:
@@ -303,7 +302,7 @@ def judge(kind: str, ended: Ended, problem: str, command: str) -> Outcome:
 
 
 def address_resident() -> int:
-    """Memory of this process, which a fork of it starts with."""
+    """Return the address space of this process, which its forks start with."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 

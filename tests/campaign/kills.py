@@ -1,5 +1,5 @@
-"""A training process killed again and again, then resumed to its end: every loss, the model and the
-checkpoints must be those of an undisturbed run, bit for bit."""
+"""Kill a training process repeatedly and resume it: losses, model and checkpoints must be those of
+an uninterrupted run, bit for bit."""
 
 import os
 import random
@@ -16,9 +16,9 @@ from tests.campaign.runs import Reference, differences, start
 from tests.campaign.trials import Outcome
 
 AT_RANDOM = "at a random moment"
-"""Killed from outside after a random time, wherever the process may be."""
+"""Killed from outside after a random time."""
 MOST_KILLS = 10
-"""In one run."""
+"""Kills per run, at most."""
 
 
 class Kills:
@@ -49,7 +49,7 @@ class Kills:
 def attempt(
     reference: Reference, run: Path, log: Path, chance: random.Random, *, first: bool
 ) -> tuple[str, Ended]:
-    """Train, and be killed in a random phase unless the run ends before."""
+    """Train until killed in a random phase or finished."""
     here = [p for p in PHASES if reference.counts.get(p) and not (first and p == "load")]
     phase = chance.choice([*here, AT_RANDOM, AT_RANDOM])
     if phase == AT_RANDOM:
@@ -64,7 +64,7 @@ def attempt(
 def random_fault(
     phase: str, count: int, chance: random.Random, *, first: bool, number: int = signal.SIGKILL
 ) -> Fault:
-    """A resumed run has fewer moments left, so an early one is chosen for it."""
+    """Choose a random moment; a resumed run has fewer left, so an early one."""
     return Fault(
         phase,
         chance.randint(1, count if first else max(1, count // 4)),
@@ -77,7 +77,7 @@ def random_fault(
 def judge(
     ended: Ended, run: Path, reference: Reference, phases: list[str], *, stopped: bool = False
 ) -> Outcome:
-    """Of a run that was resumed to its end."""
+    """Return the outcome of a run that was resumed to its end."""
     if ended.code:
         word = ended.overrun or "not resumed"
         return Outcome(False, word, phases, f"{reference.recipe.stem}: {ended.output[-1500:]}")
@@ -87,7 +87,7 @@ def judge(
 
 
 def compare_with_subprocess(reference: Reference, place: Path) -> Outcome:
-    """A forked process trains as a fresh one does: the same bits."""
+    """Check that a forked process trains the same bits as a new one."""
     run = place / "run"
     command = [sys.executable, "-m", "tokenformer", "train", str(reference.recipe)]
     done = subprocess.run(

@@ -1,8 +1,8 @@
-"""Moments in the life of a training process at which it can be killed, by phase.
+"""Moments at which a training process can be killed, by phase.
 
 A moment is an event that Python audits (a file opened, renamed or removed), an fsync, a tensor file
-half written, or the start or end of an optimizer step. Phases are told by paths on disk and public
-hooks of torch, not by names in the package, so the package's code can change beneath them.
+half written, or the start or end of an optimizer step. Phases are recognized by paths on disk and
+public hooks of torch, not by names in the package, so the package's code can change.
 """
 
 import json
@@ -38,16 +38,16 @@ FILE_EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.tru
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a process, and at which moment."""
+    """A signal or kill, and the moment it happens."""
 
     phase: str
     count: int
-    """At the so-manieth moment of that phase in this process, from 1."""
+    """Number of the moment within the phase, counted from 1 in this process."""
     signal: int = signal.SIGKILL
     delay: float = 0.0
-    """Seconds from that moment on."""
+    """Delay in seconds."""
     share: float = 0.5
-    """Of a tensor file, how much is written before the kill."""
+    """Share of a tensor file that is written before the kill."""
 
     def strike(self) -> None:
         if self.delay:
@@ -61,7 +61,7 @@ class Fault:
 
 
 class Moments:
-    """Counts the moments of a process that trains in `run`, and strikes at one of them."""
+    """Counts the moments of a process that trains in `run`, and triggers the fault at one."""
 
     def __init__(self, run: Path, fault: Fault | None = None) -> None:
         self.run, self.fault = str(run), fault
@@ -78,7 +78,7 @@ class Moments:
             fault.strike()
 
     def phase_of(self, event: str, path: str) -> str | None:
-        """The phase that a file event belongs to; None for files outside the run."""
+        """Return the phase of a file event; None for files outside the run."""
         if not path.startswith(self.run):
             return None if self.stepped else "start" if event == "open" else None
         name = path[len(self.run) :].lstrip("/")
@@ -145,7 +145,7 @@ class Moments:
 
 
 def name_of(handle: int) -> str:
-    """The path of an open file or folder."""
+    """Return the path of an open file or folder."""
     return str(Path(f"/proc/self/fd/{handle}").readlink())
 
 
@@ -155,8 +155,8 @@ def absolute(path: str) -> str:
 
 @contextmanager
 def watched(run: Path, fault: Fault | None = None, counts: Path | None = None) -> Iterator[None]:
-    """Strike at a moment of the block, or write to `counts` how many there were of each phase. To
-    be used in a process of its own: an audit hook cannot be removed."""
+    """Trigger a fault within the block, or write the number of moments by phase to `counts`. Needs
+    a process of its own: an audit hook cannot be removed."""
     import safetensors.torch
     import torch
     from torch.optim import optimizer as hooks

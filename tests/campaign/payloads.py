@@ -1,5 +1,5 @@
-"""The contents of hostile files: code that would leave a canary, tensor files that lie about their
-size, archives and documents that unfold without end."""
+"""The contents of hostile files: code that writes a canary, tensor files with false sizes, archives
+and documents that expand to huge sizes."""
 
 import gzip
 import io
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Bomb:
-    """A pickle of it makes the canary when it is loaded."""
+    """Its pickle writes the canary when it is loaded."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -96,7 +96,7 @@ YAML_DOCUMENTS: dict[str, str] = {
 
 
 def gzip_bomb(size: int) -> bytes:
-    """`size` bytes of text in a thousandth of them."""
+    """Return `size` bytes of text, compressed a thousandfold."""
     stream = io.BytesIO()
     with gzip.GzipFile(fileobj=stream, mode="wb", compresslevel=9) as file:
         for _ in range(size >> 20):
@@ -116,7 +116,7 @@ def zip_bomb(size: int) -> bytes:
 
 
 def zip_outside(canary: Path) -> bytes:
-    """Members whose names lead out of the folder that an archive is unpacked in."""
+    """Return an archive with members outside the folder it is unpacked to."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as archive:
         for name in (str(canary), f"../{canary.name}", f"a/../../{canary.name}", "plain.txt"):
@@ -125,7 +125,7 @@ def zip_outside(canary: Path) -> bytes:
 
 
 def png(width: int, height: int) -> bytes:
-    """A black picture of one bit a pixel: 18 MB of them in 18 kB."""
+    """Return a black image with one bit per pixel: 18 MB of pixels in 18 kB."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (

@@ -1,8 +1,7 @@
-"""Commands in forked processes: as real as those of a shell, without the seconds of imports.
+"""Run commands in forked processes, which saves the seconds of imports.
 
 The campaign imports torch and tokenformer once, stays single-threaded and runs no tensor operation
-itself, so that a fork of it is what a fresh interpreter would be after its imports. `kills` checks
-this against `python -m tokenformer train`.
+itself, so that a fork is like a new interpreter after its imports. `kills` checks this against `python -m tokenformer train`.
 """
 
 import os
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 SECONDS = 180.0
-"""A safety net for one process on a busy machine; a whole run takes about a second."""
+"""Time limit of one process on a busy machine; a whole run takes about a second."""
 LARGEST_FILE = 1 << 28
 """No process of the campaign may write a larger file."""
 
@@ -30,14 +29,14 @@ class Ended:
     """How a process ended."""
 
     code: int
-    """As subprocess has it: negative for the signal that ended it."""
+    """As in subprocess: negative for the signal that ended it."""
     output: str
-    """What it wrote to its standard output and error."""
+    """Standard output and error."""
     seconds: float
     memory: int
-    """Largest resident memory in bytes."""
+    """Peak resident memory in bytes."""
     overrun: str = ""
-    """Which limit it was killed at: seconds or disk."""
+    """The limit at which it was killed: seconds or disk."""
 
     @property
     def has_traceback(self) -> bool:
@@ -56,7 +55,7 @@ class Ended:
 class Limits:
     seconds: float = SECONDS
     memory: int | None = None
-    """Bytes of address space above what the process starts with."""
+    """Bytes of address space beyond those at its start."""
     disk: int | None = None
     """Bytes in `folder`."""
     folder: Path = field(default_factory=Path)
@@ -87,11 +86,11 @@ class Child:
         signal.pidfd_send_signal(self.handle, number)
 
     def wait(self, seconds: float) -> bool:
-        """Whether it ends within so many seconds."""
+        """Return whether it ends within `seconds`."""
         return bool(select.select([self.handle], [], [], max(0.0, seconds))[0])
 
     def end(self) -> Ended:
-        """Wait for its end, and kill it at its limits."""
+        """Wait for its end; kill it at a limit."""
         overrun = ""
         while not self.wait(0.25 if self.limits.disk else self.left()):
             if self.limits.disk and size_of(self.limits.folder) > self.limits.disk:
@@ -122,7 +121,7 @@ def become(
     environment: dict[str, str],
     limits: Limits,
 ) -> None:
-    """The life of a forked process; never returns."""
+    """Run a function in a forked process; never returns."""
     code = 1
     try:
         redirect(log)
@@ -162,7 +161,7 @@ def address_space() -> int:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes on disk of all files below a folder, some of which may vanish meanwhile."""
+    """Return the bytes of all files below a folder, some of which may be deleted meanwhile."""
     total = 0
     for base, _, names in os.walk(folder):
         for name in names:
@@ -181,7 +180,7 @@ def tokenformer(
     environment: dict[str, str] | None = None,
     limits: Limits | None = None,
 ) -> Child:
-    """`tokenformer ARGUMENTS` in a forked process."""
+    """Run `tokenformer ARGUMENTS` in a forked process."""
 
     def command() -> None:
         from tokenformer.cli import main

@@ -1,5 +1,5 @@
-"""Two processes train together over gloo; one or both are killed. The survivor must end with an
-error instead of waiting, and both, started again, must end as an undisturbed pair."""
+"""Kill one or both of two ranks that train together over gloo. The survivor must end with an error
+instead of waiting, and a resumed pair must give the results of an uninterrupted one."""
 
 import random
 import socket
@@ -19,11 +19,11 @@ COUNT = 2
 TIMEOUT = 30
 """Seconds that gloo waits for a peer that never came; torch's default is half an hour."""
 PATIENCE = 120.0
-"""Seconds after which a survivor counts as hanging; several timeouts may follow each other."""
+"""Seconds after which a survivor counts as hanging; several timeouts may add up."""
 MOST_KILLS = 3
 TARGETS = ("rank 0", "rank 1", "both ranks")
 RANK_1_PHASES = ("step", "checkpoint tensors", "checkpoint fsync", "start", "load")
-"""What rank 1 does itself; rank 0 alone writes the rest."""
+"""Phases of rank 1; rank 0 alone writes the rest."""
 
 
 class RankKills:
@@ -58,7 +58,7 @@ class RankKills:
 def attempt(
     reference: Reference, run: Path, log: Path, target: str, chance: random.Random, *, first: bool
 ) -> list[Ended]:
-    """Both ranks train; the target is killed in a random phase, or both at a random moment."""
+    """Train with two ranks; kill the target in a random phase, or both at a random moment."""
     if target == "both ranks":
         children = start_ranks(reference.recipe, run, log, {}, COUNT)
         children[0].wait(chance.uniform(0.0, reference.seconds))
@@ -76,7 +76,7 @@ def attempt(
 def start_ranks(
     recipe: Path, run: Path, log: Path, around: dict[int, Around], count: int
 ) -> list[Child]:
-    """A process for each rank, as torchrun would describe the group to it."""
+    """Start a process per rank, with the environment of torchrun."""
     group = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     children = []
     for rank in range(count):
@@ -94,7 +94,7 @@ def start_ranks(
 
 @contextmanager
 def impatient(around: Around) -> Iterator[None]:
-    """With a short timeout for peers that never come. One that dies is noticed at once anyway."""
+    """Use a short timeout for ranks that never join; a rank that dies is noticed at once."""
     from torch.distributed import distributed_c10d
 
     distributed_c10d.default_pg_timeout = timedelta(seconds=TIMEOUT)
@@ -109,7 +109,7 @@ def free_port() -> int:
 
 
 def is_over(run: Path, reference: Reference) -> bool:
-    """Whether all steps were made: what comes after them rank 0 does alone."""
+    """Return whether all steps were trained; rank 0 alone does what follows."""
     last = max((reference.run / "checkpoints").iterdir()).name
     return (run / "checkpoints" / last).exists()
 

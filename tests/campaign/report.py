@@ -1,4 +1,4 @@
-"""What a campaign found: a table by part and phase as Markdown and JSON, and its failures."""
+"""The report of a campaign: a table by part and phase as Markdown and JSON, and the failures."""
 
 import json
 import platform
@@ -12,8 +12,8 @@ from tests.campaign.trials import Result
 
 
 def tabulate(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """A row for each part and phase: how often, with which outcomes, how many failed. Each kill of
-    a run has the outcome of that run."""
+    """Return a row for each part and phase: trials, outcomes and failures. Each kill of a run has
+    the outcome of that run."""
     outcomes: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     failed: Counter[tuple[str, str]] = Counter()
     for result in results:
@@ -68,7 +68,7 @@ def failures(results: Sequence[Result]) -> list[str]:
 
 
 def write(out: Path, results: Sequence[Result], seed: int) -> None:
-    """`out`/summary.md and summary.json."""
+    """Write `out`/summary.md and summary.json."""
     versions = {"python": platform.python_version(), "torch": version("torch")}
     document = {
         "seed": seed,

@@ -1,5 +1,5 @@
-"""The training runs of the campaign: tiny recipes, their undisturbed runs, and the comparison of a
-disturbed run with them, bit for bit."""
+"""The training runs of the campaign: tiny recipes, their uninterrupted reference runs, and the
+bitwise comparison of a run with its reference."""
 
 import json
 import random
@@ -50,27 +50,27 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }
 UNEQUAL = ("seconds",)
-"""Metrics that differ between two equal runs."""
+"""Metrics that may differ between equal runs."""
 TENSORS = ".safetensors"
 UNSEEDED = ("rng.python", "rng.numpy")
-"""Generators that training neither seeds nor draws from; a checkpoint holds them all the same."""
+"""Generators in a checkpoint that training neither seeds nor uses."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A recipe with its undisturbed run."""
+    """A recipe with its uninterrupted run."""
 
     recipe: Path
     run: Path
     counts: dict[str, int]
-    """Moments of the whole run by phase, those of loading taken from a resumed one."""
+    """Number of moments by phase; those of loading come from a resumed run."""
     seconds: float
-    """How long the run took."""
+    """Duration of the run."""
     ranks: int = 1
 
 
 def prepare_corpus(folder: Path) -> Path:
-    """A small corpus of bytes, made once."""
+    """Prepare a small corpus of bytes, unless it exists."""
     corpus = folder / "corpus"
     if not (corpus / "index.json").exists():
         text = folder / "text"
@@ -84,7 +84,7 @@ def prepare_corpus(folder: Path) -> Path:
 
 
 def prepare_reference(folder: Path, name: str, ranks: int = 1) -> Reference:
-    """Train a recipe undisturbed, once; a later campaign in the same folder finds it there."""
+    """Train a recipe without faults, unless an earlier campaign did in the same folder."""
     corpus = prepare_corpus(folder)
     place = folder / (name if ranks == 1 else f"{name}-{ranks}-ranks")
     recipe, run, facts = place / f"{name}.yaml", place / "run", place / "facts.json"
@@ -105,7 +105,7 @@ def prepare_reference(folder: Path, name: str, ranks: int = 1) -> Reference:
 
 
 def count_loading(recipe: Path, place: Path) -> int:
-    """How many moments of the phase load a resumed run has."""
+    """Return the number of moments of the phase load in a resumed run."""
     run, counts = place / "resumed", place / "load.json"
     interrupt(recipe, run, place / "interrupted.log")
     demand(
@@ -116,8 +116,8 @@ def count_loading(recipe: Path, place: Path) -> int:
 
 
 def interrupt(recipe: Path, run: Path, log: Path, step: int = 14) -> None:
-    """Train up to the middle of a step, and be killed there. Three moments a step, one of them a
-    backward pass; where a step has more, it is an earlier one."""
+    """Train until killed in the middle of `step`, assuming three moments per step, one of them in
+    the backward pass; if there are more, in an earlier step."""
     ended = train(recipe, run, log, around=partial(watched, run, Fault("step", 3 * step)))
     if not ended.killed:
         raise RuntimeError(f"the run was to be killed in step {step}: {ended.describe()}")
@@ -125,7 +125,7 @@ def interrupt(recipe: Path, run: Path, log: Path, step: int = 14) -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """A reference with a run of it that was killed half way."""
+    """A reference with a run that was killed half way."""
 
     reference: Reference
     interrupted: Path
@@ -146,8 +146,8 @@ class Subject:
 
 
 def train(recipe: Path, run: Path, log: Path, *, ranks: int = 1, around: Around) -> Ended:
-    """`tokenformer train` to its end in a forked process for each rank; rank 0 tells how it went.
-    `around` is rank 0's."""
+    """Run `tokenformer train` in a forked process per rank; return how rank 0 ended. `around`
+    applies to rank 0."""
     from tests.campaign.ranks import start_ranks
 
     if ranks == 1:
@@ -173,8 +173,8 @@ def demand(ended: Ended, task: str) -> None:
 
 
 def differences(run: Path, reference: Reference, *, stopped: bool = False) -> list[str]:
-    """What tells a run from the undisturbed one, in a line each; nothing for an equal run. One that
-    was `stopped` by a signal saved a checkpoint then, so that others are kept besides the last."""
+    """Return the differences between a run and its reference, a line each. A run `stopped` by a
+    signal saved a checkpoint then, so its older checkpoints may differ."""
     found = compare_metrics(run / "metrics.jsonl", reference.run / "metrics.jsonl")
     here, there = files_of(run), files_of(reference.run)
     if stopped:
@@ -196,8 +196,8 @@ def differences(run: Path, reference: Reference, *, stopped: bool = False) -> li
 
 
 def unequal_tensors(one: Path, other: Path) -> list[str]:
-    """Names of tensors in a folder that are not the same there and here. Which rank stores what all
-    hold alike is torch's choice, so the files of a folder count as one."""
+    """Return the names of tensors that differ between two folders. torch chooses which rank stores
+    a replicated tensor, so the files of a folder are taken together."""
     ours, theirs = tensors_in(one), tensors_in(other)
     return [
         name
@@ -212,7 +212,7 @@ def tensors_in(folder: Path) -> dict[str, tuple[Any, ...]]:
 
 
 def read_tensors(file: Path) -> dict[str, tuple[Any, ...]]:
-    """Type, shape and bytes of every tensor in a safetensors file."""
+    """Return dtype, shape and bytes of every tensor in a safetensors file."""
     data = file.read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")
     header: dict[str, Any] = json.loads(data[8:begin])

@@ -1,5 +1,5 @@
-"""A server with a hostile chat template: while a request is under way it must answer others, and
-end when it is told to."""
+"""A server with a hostile chat template: it must answer other requests meanwhile, and shut down on
+a signal."""
 
 import json
 import re
@@ -31,8 +31,8 @@ def write_template(model: Path, kind: str, canary: Path) -> None:
 
 
 def ask(command: Sequence[str], log: Path, limits: Limits) -> tuple[Ended, str]:
-    """Serve, send a chat request, ask for something else meanwhile, and end the server. Returns how
-    it ended, and what went wrong."""
+    """Start a server, send a chat request and another request meanwhile, stop the server. Return
+    how it ended and what went wrong."""
     child = tokenformer(command, log, limits=limits)
     limits.seconds += START + ANSWER + END
     port = wait_for_port(child, log)
@@ -63,7 +63,7 @@ def answers(port: int) -> bool:
 
 
 def wait_for_port(child: Child, log: Path) -> int | None:
-    """The port it listens at, once it says so; None if it has ended or never does."""
+    """Return the port once the server listens; None if it ends or never does."""
     deadline = time.monotonic() + START
     while time.monotonic() < deadline and not child.wait(0.1):
         if found := re.search(

@@ -1,5 +1,5 @@
 """Ctrl-C, SIGTERM and closed pipes at random moments: no traceback, the exit code that shells
-expect, and work that goes on where it was."""
+expect, and work that can be resumed."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from tests.campaign.trials import Outcome
 MOST_SIGNALS = 3
 TEXT_BYTES = 6_000_000
 SLACK = 60.0
-"""Seconds that a command may take to end after a signal, on a busy machine."""
+"""Seconds a command may take to end after a signal on a busy machine."""
 
 
 class Signals:
@@ -40,7 +40,7 @@ class Signals:
         return self.kinds[index % len(self.kinds)](index, chance, place)
 
     def train(self, index: int, chance: random.Random, place: Path) -> Outcome:
-        """Stopped once to three times, a run ends as an undisturbed one."""
+        """Stop a run up to three times: it must end like an uninterrupted one."""
         reference = self.references[index % len(self.references)]
         run, log = place / "run", place / "log"
         done: list[str] = []
@@ -59,7 +59,7 @@ class Signals:
         return judge_run(ended, run, reference, done, stopped=True)
 
     def command(self, index: int, chance: random.Random, place: Path) -> Outcome:
-        """A command that reads a model, interrupted."""
+        """Interrupt a command that reads a model."""
         model = str(chance.choice(self.references).run / "model")
         verb, seconds = chance.choice([("generate", 3.0), ("evaluate", 3.0), ("serve", 6.0)])
         arguments = {
@@ -74,7 +74,7 @@ class Signals:
         return Outcome(True, "finished before" if ended.code == 0 else "interrupted", label)
 
     def prepare(self, index: int, chance: random.Random, place: Path) -> Outcome:
-        """Interrupted and run again, it makes the same shards."""
+        """Interrupt `prepare` and run it again: it must write the same shards."""
         out, label = place / "corpus", ["SIGINT in prepare"]
         arguments = ["prepare", str(self.text), "--out", str(out), "--workers", "1"]
         ended = interrupted(arguments, place / "log", chance.uniform(0.0, self.seconds))
@@ -89,7 +89,7 @@ class Signals:
         return Outcome(True, "finished before" if ended.code == 0 else "same shards", label)
 
     def fresh(self, index: int, chance: random.Random, place: Path) -> Outcome:
-        """In a fresh interpreter: interrupted while it imports, or its output closed."""
+        """Interrupt a new interpreter while it imports, or close its output."""
         model = str(self.references[0].run / "model")
         command = [sys.executable, "-m", "tokenformer", "generate", model, "--prompt", "key"]
         if index // len(self.kinds) % 2:
@@ -109,7 +109,7 @@ class Signals:
 
 
 def prepare_text(folder: Path) -> tuple[Path, Path, float]:
-    """A text that takes a while to prepare, what becomes of it undisturbed, and in which time."""
+    """Return a text that takes a while to prepare, its corpus, and the seconds it took."""
     text, prepared, facts = folder / "long.txt", folder / "prepared", folder / "prepared.json"
     if not facts.exists():
         shutil.rmtree(prepared, ignore_errors=True)
@@ -123,7 +123,7 @@ def prepare_text(folder: Path) -> tuple[Path, Path, float]:
 
 
 def interrupted(arguments: list[str], log: Path, seconds: float) -> Ended:
-    """A command that gets SIGINT after so many seconds."""
+    """Run a command that gets SIGINT after `seconds`."""
     child = tokenformer(arguments, log, limits=Limits(seconds=seconds + SLACK))
     if not child.wait(seconds):
         child.kill(signal.SIGINT)
@@ -131,7 +131,7 @@ def interrupted(arguments: list[str], log: Path, seconds: float) -> Ended:
 
 
 def closed_pipe(command: list[str], chance: random.Random) -> Outcome:
-    """As `| head -c 5` would: the reader goes away after a few bytes."""
+    """Close the pipe after a few bytes, as `| head -c 5` does."""
     label = ["closed pipe"]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert running.stdout is not None
@@ -155,7 +155,7 @@ def finish(running: "subprocess.Popen[str]") -> tuple[int, str]:
 
 
 def unclean(ended: Ended, number: int) -> str:
-    """What is wrong with the way a process ended at a signal; empty if nothing is."""
+    """Return what is wrong with how a process ended at a signal; empty if nothing is."""
     if ended.overrun:
         return ended.overrun
     # Before the package is reached, Python itself speaks.

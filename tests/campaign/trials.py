@@ -1,5 +1,5 @@
-"""Trials: each in a process and a folder of its own, some at a time, within bounds of time and
-disk; what they found goes to a file line by line, and what is there is not done again."""
+"""Trials: each in its own process and folder, several at a time, with limits of time and disk.
+Results are appended to a file; trials that it holds are not repeated."""
 
 import json
 import os
@@ -19,18 +19,18 @@ from tests.campaign.processes import size_of
 
 TRIAL_SECONDS = 900.0
 FOLDERS_KEPT = 5
-"""Folders of failed trials kept for whoever looks into them."""
+"""Folders of failed trials to keep for inspection."""
 
 
 @dataclass
 class Outcome:
-    """What a trial found."""
+    """The outcome of a trial."""
 
     ok: bool
     outcome: str
-    """In a word or two, as the summary counts it."""
+    """One or two words, counted in the summary."""
     phases: list[str] = field(default_factory=list)
-    """What was done to it: the phase of each kill, the kind of damage."""
+    """The phase of each kill, or the kind of damage."""
     detail: str = ""
 
 
@@ -43,16 +43,16 @@ class Result(Outcome):
 
 
 class Part(Protocol):
-    """One kind of trial. `trial` runs in a process of its own and draws only from `chance`."""
+    """One kind of trial. `trial` runs in its own process; its only randomness is `chance`."""
 
     name: str
     wanted: int
-    """How many phases are to be counted, or 0 for none."""
+    """Number of phases to count, or 0."""
 
     def trial(self, index: int, chance: random.Random, place: Path) -> Outcome: ...
 
     def planned(self) -> int:
-        """The most trials that may be made for `wanted`."""
+        """Return the maximum number of trials for `wanted`."""
         ...
 
 
@@ -69,7 +69,7 @@ class Running:
             self.live()
 
     def live(self) -> None:
-        """In the forked process: the trial, its outcome in a file; never returns."""
+        """Run the trial in the forked process and write its outcome; never returns."""
         os.setsid()  # so that all its processes can be ended together
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         try:
@@ -81,7 +81,7 @@ class Running:
         os._exit(0)
 
     def poll(self) -> Result | None:
-        """Its result, once it has ended or is out of time."""
+        """Return the result once the trial has ended or timed out."""
         late = time.monotonic() - self.began > TRIAL_SECONDS
         if not late and not os.waitpid(self.pid, os.WNOHANG)[0]:
             return None
@@ -100,7 +100,7 @@ class Running:
         )
 
     def stop(self, reap: bool) -> None:
-        """End whatever is left of it."""
+        """Kill the remaining processes."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         if reap:
@@ -108,7 +108,7 @@ class Running:
 
 
 class Campaign:
-    """The trials of all parts, their results in `out`/results.jsonl."""
+    """Runs the trials of all parts; results go to `out`/results.jsonl."""
 
     def __init__(
         self,
@@ -126,13 +126,13 @@ class Campaign:
         self.file = out / "results.jsonl"
         self.results = read_results(self.file)
         self.stopped = ""
-        """Why the campaign ended before it was through."""
+        """Why the campaign stopped early."""
 
     def of(self, part: Part) -> list[Result]:
         return [r for r in self.results if r.part == part.name and r.seed == self.seed]
 
     def run(self, part: Part) -> None:
-        """Make the trials of a part that are still missing."""
+        """Run the missing trials of a part."""
         active: list[Running] = []
         done = {result.index for result in self.of(part)}
         try:
@@ -158,7 +158,7 @@ class Campaign:
                 shutil.rmtree(running.place, ignore_errors=True)
 
     def only(self, part: Part, index: int) -> None:
-        """One trial again, for whoever looks into it."""
+        """Repeat one trial, for inspection."""
         running = Running(part, index, self.seed, self.out / "trials")
         while (result := running.poll()) is None:
             time.sleep(0.02)
@@ -197,7 +197,7 @@ class Campaign:
 
 
 def read_results(file: Path) -> list[Result]:
-    """Finished trials, without a last line that a kill has torn."""
+    """Return finished trials, without a truncated last line."""
     if not file.exists():
         return []
     known: list[Result] = []

@@ -1,33 +1,14 @@
-"""A small corpus and a recipe for it, for tests that start real runs."""
+"""A small corpus, a recipe for it and a small disk, for tests that start real runs."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.corpus import prepare_small_corpus
-
-MODEL = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "rotary_fraction": 0.5,
-}
-SECTIONS: dict[str, Any] = {
-    "model": {"options": MODEL},
-    "data": {"length": 32},
-    "optimizer": {"learning_rate": 0.01},
-    "schedule": {"warmup_steps": 3},
-    "run": {
-        "steps": 24,
-        "batch_size": 4,
-        "micro_batch_size": 1,  # two ranks of a batch of four then accumulate twice
-        "checkpoint_every": 5,
-        "validate_every": 8,
-        "validation_sequences": 6,
-    },
-}
+from tests.support.processes import run
+from tests.support.training import SECTIONS
 
 
 @pytest.fixture(scope="session")
@@ -41,3 +22,19 @@ def recipe(corpus: Path, tmp_path: Path) -> Path:
     sections = {**SECTIONS, "data": {**SECTIONS["data"], "corpus": str(corpus)}}
     path.write_text(json.dumps(sections))  # JSON is YAML
     return path
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a file system of 4 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)]
+    try:
+        done = run(mount)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if done.returncode:
+        pytest.skip(f"mounting a small disk is not permitted: {done.stderr.strip()}")
+    yield place
+    run(["umount", str(place)], check=True)

@@ -35,7 +35,10 @@ def test_a_grown_run_goes_on_where_the_smaller_one_stood(comparison, make_model)
     assert [row["step"] for row in old] == [6, 7, 8, 9]
     assert old[0]["lr"] > old[-1]["lr"]
     assert key[len(before) :].any(), "new keys learn"
-    cost = comparison.step_flops(loop.task.model.config), comparison.step_flops(grown.task.model.config)
+    cost = (
+        comparison.step_flops(loop.task.model.config),
+        comparison.step_flops(grown.task.model.config),
+    )
     assert old[-1]["flops"] == 5 * cost[0] + 4 * cost[1]
     assert loop.progress.step == 5, "the smaller run is left alone"
 

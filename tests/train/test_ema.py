@@ -2,7 +2,7 @@ import contextlib
 
 import torch
 
-from tests.train.test_loop import make_loop
+from tests.support.training import make_loop
 from tokenformer.train.loop import train
 
 

@@ -1,37 +1,11 @@
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
 
-from tokenformer import TokenformerConfig, TokenformerForCausalLM
-from tokenformer.train.loop import Loop, train
-from tokenformer.train.options import OptimizerOptions, RunOptions, ScheduleOptions
-from tokenformer.train.task import LanguageTask
-
-# A text that is easy to learn: the same eleven bytes over and over.
-TEXT = np.frombuffer(b"abracadabra" * 200, dtype=np.uint8).astype(np.uint16)
-RUN = {"steps": 30, "batch_size": 4, "validate_every": 10, "validation_sequences": 6}
-
-
-def make_loop(*, rates: dict[str, float] | None = None, **run: object) -> Loop:
-    torch.manual_seed(0)
-    model = TokenformerForCausalLM(
-        TokenformerConfig(
-            vocab_size=257,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            rotary_fraction=0.5,
-        )
-    )
-    return Loop(
-        LanguageTask(model, TEXT, TEXT, length=16),
-        OptimizerOptions(learning_rate=5e-3, rates=rates or {}),
-        ScheduleOptions(warmup_steps=5),
-        RunOptions(**{**RUN, **run}),
-    )
+from tests.support.training import make_loop
+from tokenformer.train.loop import Progress, train
 
 
 def losses(**options: object) -> list[float]:
@@ -120,3 +94,39 @@ def test_validation_counts_every_held_out_sequence_once():
 def test_the_held_out_sequences_do_not_depend_on_the_micro_batch():
     one, other = (torch.cat(make_loop(micro_batch_size=size).held_out) for size in (1, 4))
     assert torch.equal(one, other)
+
+
+SAVED_STATE = {
+    "step": 7,
+    "stage": 0,
+    "config": {},
+    "scales_began": None,
+    "progress": {"step": 7, "samples": 32, "tokens": 512, "flops": 9, "seconds": 1.5},
+    "best": [2.5, 5],
+    "recent": [3.0, 2.5],
+    "scaler": {},
+    "threads": 2,
+}
+"""The state in checkpoints of the first releases; keys must keep their meaning."""
+
+
+def test_the_state_of_an_old_checkpoint_loads():
+    loop = make_loop()
+    loop.spikes.recent.append(1.0)
+    loop.load_state_dict(SAVED_STATE)
+    assert loop.progress == Progress(step=7, samples=32, tokens=512, flops=9, seconds=1.5)
+    assert [*loop.spikes.recent] == [3.0, 2.5]
+    del SAVED_STATE["scales_began"]  # absent before scales could be annealed
+    make_loop().load_state_dict(SAVED_STATE)
+
+
+def test_a_loop_resumes_from_its_state_and_tensors():
+    whole = [row["loss"] for row in train(make_loop(steps=8), lambda row: None)]
+    first, second = make_loop(steps=8), make_loop(steps=8)
+    losses = [first.step()["loss"] for _ in range(4)]
+    state = json.loads(json.dumps(first.state_dict()))
+    assert state.keys() <= SAVED_STATE.keys() | {"scales_began"}
+    second.task.model.load_state_dict(first.task.model.state_dict())
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    second.load_state_dict(state)
+    assert losses + [row["loss"] for row in second.steps()] == whole

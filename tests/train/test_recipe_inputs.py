@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.train.conftest import SECTIONS
+from tests.support.training import SECTIONS
 from tokenformer.cli import main
 from tokenformer.train.run import read_metrics
 

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.train.test_run import files, losses
-from tests.train.test_stages import SIZES
-from tests.train.test_start_from import language_model
+from tests.support.training import SIZES, language_model, losses, modification_times
 from tokenformer.cli import main
 from tokenformer.train.checkpoint import has_extra, read_document
 
@@ -39,12 +37,12 @@ def refused(train: Any, capsys: Any, *options: str) -> str:
 
 def test_a_run_past_its_end_says_so_and_stops(train: Any, capsys: Any) -> None:
     out = train(*SHORT)
-    before = files(out)
+    before = modification_times(out)
     capsys.readouterr()
     train(*SHORT, "--max_steps", "4")
     assert (
-        f"{out} is past step 4, the last one requested: it is at step 6; nothing was changed; to extend it: "
-        "--run.steps 12 --override\n"
+        f"{out} is past step 4, the last one requested: it is at step 6; nothing was changed; "
+        "to extend it: --run.steps 12 --override\n"
     ) == capsys.readouterr().out
     train(*SHORT)
     assert f"{out} is finished: it is at step 6; nothing was changed" in capsys.readouterr().out
@@ -52,10 +50,10 @@ def test_a_run_past_its_end_says_so_and_stops(train: Any, capsys: Any) -> None:
     assert "was not trained with these options: optimizer.learning_rate 0.01 -> 0.5" in said
     train(*SHORT, "--optimizer.learning_rate", "0.5", "--override")
     assert "is finished: it is at step 6; nothing was changed" in capsys.readouterr().out
-    assert files(out) == before
+    assert modification_times(out) == before
 
     assert "run.steps 6 -> 9; --override" in refused(train, capsys, *SHORT, "--run.steps", "9")
-    assert files(out) == before
+    assert modification_times(out) == before
     train(*SHORT, "--run.steps", "9", "--override")
     said = capsys.readouterr().out
     assert f"Resuming from step 6: {out}/checkpoints/step-00000006\n" in said
@@ -67,24 +65,24 @@ def test_a_run_past_its_end_says_so_and_stops(train: Any, capsys: Any) -> None:
     (row,) = yaml.safe_load((out / "config-history.yaml").read_text())["changes"]
     assert row == {"from_step": 6, "options": {"run.steps": {"before": 6, "after": 9}}}
 
-    before = files(out)
+    before = modification_times(out)
     train(*SHORT)  # the first command again
     assert "is past step 6, the last one requested: it is at step 9" in capsys.readouterr().out
-    assert files(out) == before
+    assert modification_times(out) == before
 
 
 def test_an_unfinished_run_takes_changes_only_when_told(train: Any, capsys: Any) -> None:
     out = train(*SHORT)
     shutil.rmtree(out / "checkpoints" / "step-00000006")
-    before = files(out)
+    before = modification_times(out)
     said = refused(train, capsys, *SHORT, "--optimizer.learning_rate", "0.5")
     assert "at step 3 with other options: optimizer.learning_rate 0.01 -> 0.5" in said
     assert "run.steps 6 -> 12" in refused(train, capsys, *SHORT, "--run.steps", "12")
-    assert files(out) == before
+    assert modification_times(out) == before
     # At step 3 of 6, of which 2 are asked for: nothing to do, and how to go on.
     train(*SHORT, "--max_steps", "2")
     assert "it was started with 6 steps: to resume it, set --run.steps 6" in capsys.readouterr().out
-    assert files(out) == before
+    assert modification_times(out) == before
     train(*SHORT, "--optimizer.learning_rate", "0.02", "--run.keep_last", "5", "--override")
     said = capsys.readouterr().out
     assert "From step 3 on: optimizer.learning_rate 0.01 -> 0.02\n" in said
@@ -121,13 +119,13 @@ def test_a_run_in_stages_ends_and_is_extended_by_a_stage(recipe: Path, tmp_path:
     recipe.write_text(json.dumps(sections))
     words = ["train", str(recipe), "--out", str(out), "--run.log_to", "[]"]
     main(words)
-    before = files(out)
+    before = modification_times(out)
     capsys.readouterr()
     main([*words, "--max_steps", "4"])
     assert "is past step 4, the last one requested: it is at step 6" in capsys.readouterr().out
     main(words)
     assert "is finished: it is at step 6" in capsys.readouterr().out
-    assert files(out) == before
+    assert modification_times(out) == before
     sections["stages"].append({"steps": 2, "grow": {"sizes": {"ffn_tokens": 220}}})
     recipe.write_text(json.dumps(sections))
     with pytest.raises(SystemExit):
@@ -138,11 +136,11 @@ def test_a_run_in_stages_ends_and_is_extended_by_a_stage(recipe: Path, tmp_path:
     assert json.loads((out / "model" / "config.json").read_text())["ffn_tokens"] == 220
     sections["stages"] = sections["stages"][:2]  # the stage before the last
     recipe.write_text(json.dumps(sections))
-    before = files(out)
+    before = modification_times(out)
     capsys.readouterr()
     main(words)
     assert "is past step 6, the last one requested: it is at step 8" in capsys.readouterr().out
-    assert files(out) == before
+    assert modification_times(out) == before
 
 
 def options_of(checkpoint: Path) -> list[dict[str, Any]]:
@@ -215,12 +213,12 @@ def test_a_stage_does_not_end_before_the_step_that_the_run_is_at(
     staged(recipe, 4, 2)
     out = train(*options)
     back_to(out, 3)
-    before = files(out)
+    before = modification_times(out)
     staged(recipe, 2, 3)
     capsys.readouterr()
     said = refused(train, capsys, *options, "--override")
     assert f"{out} is at step 3, in stage 1, which ends at step 2 in this recipe; give" in said
-    assert files(out) == before
+    assert modification_times(out) == before
 
 
 def test_a_begun_run_does_not_need_its_source(train: Any, tmp_path: Path, capsys: Any) -> None:

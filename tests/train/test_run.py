@@ -1,52 +1,29 @@
 """A run as users have it: real processes, killed, stopped and torn, and what is left of them."""
 
 import json
-import math
-import os
 import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.support.processes import LIMIT, run, started, wait_until
-from tests.train.conftest import MODEL, SECTIONS
+from tests.support.processes import LIMIT, started, wait_until
+from tests.support.training import (
+    close,
+    command,
+    finish,
+    losses,
+    make_run,
+    modification_times,
+    poison,
+    two_ranks,
+)
 from tokenformer.cli import main
 from tokenformer.errors import TrainingError
-from tokenformer.train.metrics import read_metrics
-from tokenformer.train.options import (
-    DataOptions,
-    ModelOptions,
-    OptimizerOptions,
-    Recipe,
-    RunOptions,
-    ScheduleOptions,
-)
-from tokenformer.train.run import Run
-from tokenformer.train.text_workload import TextWorkload
-
-
-def command(recipe: Path, out: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "tokenformer", "train", str(recipe), "--out", str(out), *options]
-
-
-def finish(recipe: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return run(command(recipe, out, *options))
-
-
-def files(out: Path) -> dict[Path, int]:
-    """Every file of a run with the time of its last change."""
-    return {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-
-
-def losses(out: Path) -> list[tuple[int, float, float | None]]:
-    return [(r["step"], r["loss"], r.get("val_loss")) for r in read_metrics(out / "metrics.jsonl")]
 
 
 def test_a_whole_run_leaves_what_is_promised(recipe, tmp_path):
@@ -72,11 +49,11 @@ def test_a_whole_run_leaves_what_is_promised(recipe, tmp_path):
     assert AutoTokenizer.from_pretrained(out / "model")("a").input_ids == [97]
 
     # Again: there is nothing left to do, and no file changes.
-    before = files(out)
+    before = modification_times(out)
     done = finish(recipe, out)
     assert done.returncode == 0
     assert "is finished: it is at step 24" in done.stdout
-    assert files(out) == before
+    assert modification_times(out) == before
 
 
 def test_stopped_by_a_signal_it_goes_on_to_the_same_losses(recipe, tmp_path):
@@ -239,30 +216,6 @@ def test_bad_options_are_one_line_and_exit_code_2(recipe, tmp_path, capfd, optio
     assert told in lines[0]
 
 
-def make_run(corpus: Path, folder: Path, reports: list[str], **run: Any) -> Run:
-    recipe = Recipe(
-        ModelOptions(options=MODEL),
-        DataOptions(corpus=str(corpus), length=32),
-        OptimizerOptions(learning_rate=0.01),
-        ScheduleOptions(warmup_steps=3),
-        RunOptions(**{**SECTIONS["run"], **run}),
-    )
-    return Run(folder, recipe, TextWorkload(recipe), reports.append)
-
-
-def poison(run: Run, at: int) -> Any:
-    """A callback after which the weights hold a NaN, once."""
-    done = []
-
-    def on_step(row: dict[str, Any]) -> None:
-        if row["step"] == at and not done:
-            done.append(at)
-            with torch.no_grad():
-                run.loop.task.model.model.norm.weight[0] = math.nan
-
-    return on_step
-
-
 def test_a_nan_stops_the_run_and_names_the_step_and_its_samples(corpus, tmp_path):
     run = make_run(corpus, tmp_path / "run", [])
     with pytest.raises(TrainingError, match="step 8, samples 28 to 31: the loss is nan"):
@@ -313,19 +266,3 @@ def test_two_ranks_give_the_losses_of_one_and_resume_each_other(recipe, tmp_path
         done = finish(recipe, out) if second == "one" else two_ranks(recipe, out, parallel)
         assert done.returncode == 0, done.stderr
         assert close(losses(out), expected)
-
-
-def two_ranks(recipe: Path, out: Path, parallel: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    options = ["--standalone", "-m", "tokenformer", "train", str(recipe), "--out", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return run([*launcher, *options, "--run.parallel", parallel], env=environment)
-
-
-def close(found: list[Any], expected: list[Any]) -> bool:
-    return len(found) == len(expected) and all(
-        ours[0] == theirs[0]
-        and ours[1] == pytest.approx(theirs[1], rel=1e-5, abs=1e-5)
-        and (ours[2] is None or ours[2] == pytest.approx(theirs[2], rel=1e-5, abs=1e-5))
-        for ours, theirs in zip(found, expected, strict=True)
-    )

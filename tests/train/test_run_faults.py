@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.train.test_checkpoint import forge, small_disk  # noqa: F401
-from tests.train.test_run import make_run, poison
+from tests.support.checkpoints import forge
+from tests.support.training import make_run, poison
 from tokenformer.cli import main
 from tokenformer.errors import CheckpointError, TrainingError
 from tokenformer.train import checkpoint
@@ -201,7 +201,7 @@ def fill(disk: Path) -> None:
         (disk / "filler").write_bytes(b"x" * (4 << 20))
 
 
-def test_a_row_that_does_not_fit_on_the_disk(small_disk):  # noqa: F811
+def test_a_row_that_does_not_fit_on_the_disk(small_disk):
     metrics = small_disk / "metrics.jsonl"
     told = rf"{metrics} cannot be written: No space left on device$"
     with metrics_writer(metrics, Ranks()) as write:
@@ -214,7 +214,7 @@ def test_a_row_that_does_not_fit_on_the_disk(small_disk):  # noqa: F811
         cut_metrics(metrics, 10_000, lambda line: None)
 
 
-def test_a_disk_that_fills_up_ends_a_run_with_one_line(corpus, small_disk):  # noqa: F811
+def test_a_disk_that_fills_up_ends_a_run_with_one_line(corpus, small_disk):
     out = small_disk / "run"
     run = again(corpus, out, steps=12, log_to=[])
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.conftest import MODEL, SECTIONS
-from tests.train.test_run import close, finish, losses, two_ranks
+from tests.support.training import MODEL, SECTIONS, SIZES, close, finish, losses, two_ranks
 from tokenformer.cli import main
 from tokenformer.errors import TrainingError
 from tokenformer.models.language import TokenformerForCausalLM
@@ -21,7 +20,6 @@ from tokenformer.train.run import Run
 from tokenformer.train.stages import plan, shortened
 from tokenformer.train.text_workload import TextWorkload
 
-SIZES = {"qkv_tokens": 48, "output_tokens": 48, "ffn_tokens": 200}
 STAGES: list[dict[str, Any]] = [
     {"steps": 8, "schedule": {"kind": "constant", "warmup_steps": 2}},
     {"steps": 9, "grow": {"sizes": SIZES}, "schedule": {"warmup_steps": 0}, "batch_size": 6},
@@ -185,7 +183,9 @@ def test_what_is_saved_while_the_scale_moves_has_the_scale_it_had(corpus, tmp_pa
     assert state["config"]["scale_tokens"]["ffn"][0] == 146.0
     scales = []
     run = make_run(corpus, tmp_path / "run", *stages, checkpoint_every=3)
-    run.train(lambda row: scales.append(float(run.loop.task.model.model.layers[0].ffn.scale_tokens)))
+    run.train(
+        lambda row: scales.append(float(run.loop.task.model.model.layers[0].ffn.scale_tokens))
+    )
     assert scales == [164.0, 182.0, 200.0, 200.0, 200.0]
 
 

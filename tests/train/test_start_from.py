@@ -8,25 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tokenformer import (
-    TokenformerConfig,
-    TokenformerForCausalLM,
-    TokenformerForImageClassification,
-    TokenformerVisionConfig,
-)
+from tests.support.training import language_model
+from tokenformer import TokenformerForImageClassification, TokenformerVisionConfig
 from tokenformer.cli import main
-from tokenformer.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
+from tokenformer.data.byte_tokenizer import byte_tokenizer
 from tokenformer.train.metrics import read_metrics
-
-
-def language_model(folder: Path, vocab_size: int = VOCAB_SIZE) -> TokenformerForCausalLM:
-    torch.manual_seed(1)
-    config = TokenformerConfig(
-        vocab_size=vocab_size, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    model = TokenformerForCausalLM(config).half()
-    model.save_pretrained(folder)
-    return model
 
 
 def test_a_model_in_half_precision_is_trained_on_resumed_and_converted(

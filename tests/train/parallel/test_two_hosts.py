@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import LIMIT
-from tests.train.test_run import close, finish, losses
+from tests.support.training import close, finish, losses
 
 ADDRESSES = ("10.211.77.1", "10.211.77.2")
 OPTIONS = ["--run.steps", "300", "--run.checkpoint_every", "20", "--run.validate_every", "100"]

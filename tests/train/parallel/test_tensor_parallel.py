@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.processes import run_processes
-from tests.train.conftest import MODEL
-from tests.train.test_run import close, losses
+from tests.support.training import MODEL, close, losses
 from tokenformer.cli import main
 from tokenformer.train.metrics import read_metrics
 from tokenformer.train.options import (

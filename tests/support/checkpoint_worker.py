@@ -1,7 +1,7 @@
-"""Processes that save and load checkpoints, for test_checkpoint.py.
+"""Processes that save and load checkpoints, for tests/train/checkpoint.
 
-python -m tests.train.checkpoint_worker train WRAPPING RANK RANKS FOLDER
-python -m tests.train.checkpoint_worker kill FOLDER ROUNDS
+python -m tests.support.checkpoint_worker train WRAPPING RANK RANKS FOLDER
+python -m tests.support.checkpoint_worker kill FOLDER ROUNDS
 """
 
 import json
