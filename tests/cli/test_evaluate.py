@@ -1,4 +1,4 @@
-"""`tokenformer evaluate` and `generate` on a model that was made on the spot."""
+"""`tokenformer evaluate --perplexity` and `generate` with a small model."""
 
 import json
 import math
@@ -58,8 +58,8 @@ def test_a_file_and_its_prepared_split_give_the_same_bits(folder, text_file, tmp
     capsys.readouterr()
     split = perplexity(capsys, folder, out)
     assert split["split"] == "validation"
-    assert split["tokens"] == found["tokens"] + 1  # the document's end
-    # The same windows but for that one more token, so the sums agree up to what it costs.
+    assert split["tokens"] == found["tokens"] + 1  # end of text
+    # The windows are the same except for that token, so the sums differ by its loss.
     assert 0 < split["nats"] - found["nats"] < 40
     limited = perplexity(capsys, folder, text_file, "--limit", 10)
     assert limited["tokens"] == limited["bytes"] == 10
@@ -77,7 +77,7 @@ def test_bits_per_byte_equal_a_direct_computation(folder, text_file, capsys):
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / 24, rel=1e-6)
 
 
-def test_printed_for_people(folder, text_file, capsys):
+def test_text_output(folder, text_file, capsys):
     lines = answer(capsys, "evaluate", folder, "--perplexity", text_file).splitlines()
     assert [line.split("  ")[0] for line in lines[1:]] == [
         "bits per byte",
@@ -121,7 +121,7 @@ def test_bad_input_is_one_line(arguments, named, folder, text_file, tmp_path, ca
     assert named in captured.err
 
 
-def test_what_streams_is_what_generate_returns(folder, capsys):
+def test_the_stream_equals_the_output_of_generate(folder, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     out = answer(
@@ -148,7 +148,7 @@ def test_prompts_from_a_file_and_the_same_seed_twice(folder, tmp_path, capsys):
     assert json.loads(answer(capsys, *arguments, "--seed", 1)) != first
 
 
-def test_perplexity_in_eight_bits(folder, text_file, capsys):
+def test_perplexity_with_int8_weights(folder, text_file, capsys):
     whole, rounded = (perplexity(capsys, folder, text_file, *bits) for bits in ([], ["--bits", 8]))
     assert whole["tokens"] == rounded["tokens"]
     assert 0 < abs(whole["bits_per_byte"] - rounded["bits_per_byte"]) < 0.01

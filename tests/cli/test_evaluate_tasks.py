@@ -46,7 +46,7 @@ def evaluate(capsys, *arguments):
     return capsys.readouterr()
 
 
-def test_the_table_of_the_paper(folder, data, cache, capsys):
+def test_the_table_has_the_rows_of_the_paper(folder, data, cache, capsys):
     told = evaluate(capsys, folder, "--tasks", "paper", "--data", data, "--limit", 5)
     lines = told.out.splitlines()
     assert "TokenFormer" in lines[0]
@@ -56,7 +56,7 @@ def test_the_table_of_the_paper(folder, data, cache, capsys):
     assert list(cache.iterdir()) == []  # a finished evaluation leaves nothing
 
 
-def test_json_twice_equal_and_perplexity_beside(folder, data, tmp_path, capsys):
+def test_json_is_reproducible_and_includes_perplexity(folder, data, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("Some words to measure on. " * 9)
     arguments = ["--tasks", "winogrande,piqa,winogrande", "--data", data, "--limit", 6, "--json"]
@@ -141,7 +141,7 @@ def test_bad_input_is_one_line(arguments, named, folder, data, tmp_path, capsys)
     assert named in captured.err
 
 
-def test_without_lm_eval_the_extra_is_named(folder, data, monkeypatch, capsys):
+def test_without_lm_eval_the_error_says_what_to_install(folder, data, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(SystemExit) as end:
         main(["evaluate", str(folder), "--tasks", "piqa", "--data", str(data)])
@@ -170,8 +170,8 @@ training_split: null
 
 
 @pytest.mark.slow
-def test_lm_evals_own_command_line_gives_the_same(folder, data, tmp_path, capsys):
-    """In a process of its own, offline, with nothing but `import tokenformer` before it."""
+def test_the_command_line_of_lm_eval_gives_the_same(folder, data, tmp_path, capsys):
+    """In a separate offline process that only imports tokenformer first."""
     import lm_eval.tasks
 
     stock = Path(lm_eval.tasks.__file__).parent / "winogrande" / "default.yaml"
@@ -209,8 +209,8 @@ def test_lm_evals_own_command_line_gives_the_same(folder, data, tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_a_model_trained_here_on_all_six_twice_equal(real_data, tmp_path, capsys):
-    """A minute of enwik8; then 300 items of each of the six, twice."""
+def test_scores_of_a_trained_model_are_reproducible(real_data, tmp_path, capsys):
+    """Train on enwik8 for a minute, then score 300 items of each of the six tasks twice."""
     corpus, run = tmp_path / "enwik8", tmp_path / "run"
     main(["prepare", str(real_data("text/enwik8.gz")), "--out", str(corpus)])
     recipe = str(ROOT / "recipes" / "laptop" / "enwik8.yaml")
@@ -222,9 +222,9 @@ def test_a_model_trained_here_on_all_six_twice_equal(real_data, tmp_path, capsys
     assert evaluate(capsys, run / "model", *arguments).out == first
     found = json.loads(first)["tasks"]
     values = {(s["task"], s["metric"]): s["value"] for s in found["scores"]}
-    # No better than it should be: within four standard errors of chance on what needs knowledge.
+    # A model of this size is within four standard errors of chance.
     for task, benchmark in BENCHMARKS.items():
         low, high = benchmark.chance - 14, benchmark.chance + 14
         assert low <= values[task, benchmark.metric] <= high, task
-    # But it has learned to spell: a uniform model needs 257 ** 5.6 for a word.
+    # But it has learned to spell: a uniform model has a perplexity of 257 ** 5.6 per word.
     assert values["lambada_openai", "perplexity"] < 1e9

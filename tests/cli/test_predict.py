@@ -1,4 +1,4 @@
-"""`tokenformer predict` and `tokenformer evaluate --images`, on our classifiers and another's."""
+"""`tokenformer predict` and `evaluate --images`, with our classifier and one of transformers."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ CLASSES = {"id2label": dict(enumerate(NAMES)), "label2id": {n: i for i, n in enu
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    """Five noisy pictures of each of three classes, of different sizes."""
+    """Five noisy images of each of three classes, of different sizes."""
     random = np.random.default_rng(0)
     for name, shade in NAMES.items():
         home = tmp_path / "pictures" / "val" / name
@@ -51,7 +51,7 @@ def classifier(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def logits_of(classifier: Path, files: list[Path]) -> torch.Tensor:
-    """By hand: resized, from -1 to 1 or as the processor norms, one picture at a time."""
+    """Resize and normalize one image at a time, without the image processor."""
     from transformers import AutoModelForImageClassification
 
     model = AutoModelForImageClassification.from_pretrained(classifier).eval()
@@ -67,17 +67,17 @@ def logits_of(classifier: Path, files: list[Path]) -> torch.Tensor:
 
 
 def files_of(pictures: Path) -> tuple[list[Path], list[int]]:
-    """Files and the model's number of their class."""
+    """Image files and the model's index of their class."""
     files = [file for name in sorted(NAMES) for file in sorted((pictures / "val" / name).iterdir())]
     return files, [list(NAMES).index(file.parent.name) for file in files]
 
 
-def test_evaluate_equals_a_computation_by_hand(
+def test_evaluate_equals_a_direct_computation(
     classifier: Path, pictures: Path, tmp_path: Path, capsys: Any
 ) -> None:
     files, labels = files_of(pictures)
     guesses = logits_of(classifier, files).argmax(1)
-    assert len(guesses.unique()) > 1, "a model that sees differences"
+    assert len(guesses.unique()) > 1, "a model with different predictions"
     words = ["evaluate", str(classifier), "--images", str(pictures), "--batch_size", "4"]
     picture = tmp_path / "confusion.png"
     main([*words, "--json", "--confusion", str(picture)])
@@ -98,7 +98,9 @@ def test_evaluate_equals_a_computation_by_hand(
     assert "top-1 accuracy" in printed
 
 
-def test_predict_names_the_likeliest_classes(classifier: Path, pictures: Path, capsys: Any) -> None:
+def test_predict_prints_the_most_likely_classes(
+    classifier: Path, pictures: Path, capsys: Any
+) -> None:
     files = files_of(pictures)[0][3:7]
     shares = logits_of(classifier, files).softmax(1)
     main(["predict", str(classifier), *map(str, files), "--top", "2", "--json"])
@@ -111,10 +113,10 @@ def test_predict_names_the_likeliest_classes(classifier: Path, pictures: Path, c
     main(["predict", str(classifier), str(files[0])])
     line = capsys.readouterr().out
     assert line.startswith(str(files[0]))
-    assert all(name in line for name in NAMES), "three are named by default"
+    assert all(name in line for name in NAMES), "three are printed by default"
 
 
-def test_a_grey_model_takes_colours_and_a_colour_model_grey(tmp_path: Path, capsys: Any) -> None:
+def test_grayscale_and_color_models_take_either(tmp_path: Path, capsys: Any) -> None:
     random = np.random.default_rng(1)
     Image.fromarray(random.integers(256, size=(9, 9), dtype=np.uint8)).save(tmp_path / "grey.png")
     colours = random.integers(256, size=(9, 9, 4), dtype=np.uint8)
@@ -132,7 +134,7 @@ def test_a_grey_model_takes_colours_and_a_colour_model_grey(tmp_path: Path, caps
         assert len(capsys.readouterr().out.splitlines()) == 2
 
 
-def test_grey_images_for_a_processor_of_transformers(
+def test_grayscale_images_with_a_processor_of_transformers(
     classifier: Path, tmp_path: Path, capsys: Any
 ) -> None:
     from transformers import ViTImageProcessorPil
@@ -174,7 +176,7 @@ def refused(words: list[str], capsys: Any) -> str:
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_what_cannot_be_done_is_said(
+def test_invalid_input_is_an_error(
     classifier: Path, pictures: Path, tmp_path: Path, capsys: Any
 ) -> None:
     model = str(classifier)
@@ -203,21 +205,21 @@ def test_what_cannot_be_done_is_said(
     assert "9.png" in refused(["evaluate", model, "--images", str(pictures)], capsys)
 
 
-def test_a_language_model_is_no_classifier(parrot: Path, pictures: Path, capsys: Any) -> None:
+def test_a_language_model_is_refused(parrot: Path, pictures: Path, capsys: Any) -> None:
     said = refused(["evaluate", str(parrot), "--images", str(pictures)], capsys)
     assert f"{parrot} is a language model, not an image classifier; use tokenformer gen" in said
     said = refused(["predict", str(parrot), str(pictures / "val" / "dark")], capsys)
     assert "is a language model" in said
 
 
-def test_a_classifier_is_no_language_model(classifier: Path, capsys: Any) -> None:
+def test_a_classifier_is_refused_as_a_language_model(classifier: Path, capsys: Any) -> None:
     for words in (["generate", "--prompt", "a"], ["evaluate", "--tasks", "piqa"]):
         said = refused([words[0], str(classifier), *words[1:]], capsys)
         assert "is an image classifier, not a language model; use tokenformer predict" in said
         assert said.count("\n") == 1
 
 
-def test_classes_are_matched_by_name_and_by_number_only_if_asked(
+def test_classes_are_matched_by_name_or_on_request_by_index(
     classifier: Path, pictures: Path, capsys: Any
 ) -> None:
     words = ["evaluate", str(classifier), "--images", str(pictures), "--json"]

@@ -1,4 +1,4 @@
-"""`tokenformer prepare` as users run it: real processes, kills, two at a time, terminals."""
+"""`tokenformer prepare` in real processes: kills, Ctrl-C, full disks, terminals."""
 
 import gzip
 import json
@@ -29,7 +29,7 @@ def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[st
 
 
 def run_here(*arguments: object) -> int:
-    """The same in this process, for its exit code; what it prints goes to `capsys`."""
+    """Run in this process, so that `capsys` captures the output; return the exit code."""
     try:
         main(["prepare", *map(str, arguments)])
     except SystemExit as end:
@@ -44,7 +44,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> Path:
-    """Four megabytes of real documents, a row each."""
+    """Four megabytes of real documents, one per row."""
     rows = tmp_path_factory.mktemp("sources") / "rows.jsonl"
     size = 0
     with rows.open("w") as file:
@@ -59,7 +59,7 @@ def sources(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer(sources) -> Path:
-    """A small BPE; an encoder slow enough to be killed at work."""
+    """A small BPE, slow enough to kill the command while it encodes."""
     from tokenformer.data.tokenizer import train_bpe
 
     texts = [json.loads(line)["text"] for line in sources.read_text().splitlines()[:40]]
@@ -98,7 +98,7 @@ def test_a_corpus_without_validation_says_how_to_train_on_it(tmp_path, capsys):
     (tmp_path / "book.txt").write_text("It was a dark and stormy night.\n" * 100)
     (tmp_path / "row.jsonl").write_text('{"text": "all there is"}\n')
     remedy = "No validation split: train with --run.validate_every 0, "
-    for _ in range(2):  # also where it is prepared already
+    for _ in range(2):  # also if it is already prepared
         assert run_here(tmp_path / "book.txt", "--out", tmp_path / "a", "--validation", 0) == 0
         said = capsys.readouterr().out
         assert said.endswith(f"{remedy}or prepare it in another folder with --validation 0.05\n")
@@ -110,7 +110,7 @@ def test_a_corpus_without_validation_says_how_to_train_on_it(tmp_path, capsys):
     assert "No validation" not in capsys.readouterr().out
 
 
-def test_options_of_reading(tmp_path, capsys):
+def test_read_options(tmp_path, capsys):
     (tmp_path / "old.txt").write_bytes("naïve café\n".encode("latin-1") * 20)
     (tmp_path / "bomb.txt.gz").write_bytes(gzip.compress(b"a line\n" * 2_500_000))
     (tmp_path / "row.jsonl").write_text('{"text": "all there is"}\n')
@@ -188,8 +188,8 @@ finally:
         (["book.txt", "--out", "new", "--tokenizer", "no/one"], "--tokenizer: no/one is neither"),
     ],
 )
-def test_the_hub_is_asked_once_and_before_anything_is_imported(folder, arguments, told):
-    """Where it cannot be reached: no address is closer than a port that nobody listens on."""
+def test_the_hub_is_checked_once_before_slow_imports(folder, arguments, told):
+    """With an unreachable hub: a local port that nothing listens on."""
     hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
     done = subprocess.run(
         [sys.executable, "-c", NO_HUB, *arguments],
@@ -229,7 +229,7 @@ def position(out: Path) -> list[int] | None:
 
 
 def kill_after_progress(command: list[str], out: Path) -> bool:
-    """Start, wait until the journal has moved on, SIGKILL. False if it came to its end before."""
+    """Start, wait until the journal advances and send SIGKILL. Return False if it ended before."""
     before = position(out)
     running = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -242,11 +242,11 @@ def kill_after_progress(command: list[str], out: Path) -> bool:
     running.kill()
     running.communicate(timeout=LIMIT)
     _, alive = psutil.wait_procs(children, timeout=LIMIT)
-    assert not alive, "a worker does not outlive its parent"
+    assert not alive, "workers exit with their parent"
     return True
 
 
-def test_killed_again_and_again_the_result_is_that_of_an_unbroken_run(tmp_path, sources, tokenizer):
+def test_a_run_killed_repeatedly_equals_an_uninterrupted_one(tmp_path, sources, tokenizer):
     options = ["--tokenizer", tokenizer, "--shard_tokens", 300_000, "--workers", 2]
     whole = run(sources, "--out", tmp_path / "whole", *options)
     assert whole.returncode == 0, whole.stderr
@@ -268,7 +268,7 @@ def test_killed_again_and_again_the_result_is_that_of_an_unbroken_run(tmp_path, 
     Corpus(out).verify()
 
 
-def test_the_number_of_processes_changes_nothing(tmp_path, sources, tokenizer):
+def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path, sources, tokenizer):
     few = tmp_path / "few.jsonl"
     few.write_text("".join(sources.open().readlines()[:10]))
     for workers in (1, 3):
@@ -279,9 +279,9 @@ def test_the_number_of_processes_changes_nothing(tmp_path, sources, tokenizer):
     assert contents(tmp_path / "1") == contents(tmp_path / "3")
 
 
-def test_interrupted_it_says_so_and_goes_on_later(tmp_path, sources, tokenizer):
+def test_an_interrupted_run_resumes(tmp_path, sources, tokenizer):
     out, many = tmp_path / "out", tmp_path / "many.jsonl"
-    many.write_text(2 * sources.read_text())  # which takes long enough to be interrupted
+    many.write_text(2 * sources.read_text())  # long enough to interrupt
     options = ["--out", str(out), "--tokenizer", str(tokenizer), "--workers", "1"]
     command = [*COMMAND, str(many), *options]
     running = subprocess.Popen(
@@ -292,7 +292,7 @@ def test_interrupted_it_says_so_and_goes_on_later(tmp_path, sources, tokenizer):
         preexec_fn=take_interrupts,
     )
     wait_until(lambda: position(out) is not None, running, pause=0.002)
-    running.send_signal(signal.SIGSTOP)  # or it might be done before the second has begun
+    running.send_signal(signal.SIGSTOP)  # so that it cannot finish before the second starts
     second = run(many, *options)
     assert second.returncode == 2
     assert "is in use by another process" in second.stderr
@@ -306,7 +306,7 @@ def test_interrupted_it_says_so_and_goes_on_later(tmp_path, sources, tokenizer):
     Corpus(out).verify()
 
 
-# The high-water mark is set back first: it begins at that of the process that started this one.
+# Resets the high-water mark first: a child inherits that of its parent.
 PEAK = """
 import pathlib, sys
 from tokenformer.cli import main
@@ -329,7 +329,7 @@ def peak_memory(*arguments: object) -> int:
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
-    """Eight times the text, a lone file or rows, and the same peak."""
+    """Eight times the text gives the same peak, for a single file and for rows."""
     block = np.random.default_rng(0).integers(97, 123, 1_000_000, dtype=np.uint8)
     block[::50] = 10
     row = json.dumps({"text": block.tobytes().decode()}).encode() + b"\n"
@@ -344,8 +344,8 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
         assert peaks[1] - peaks[0] < 15_000_000
 
 
-def test_a_full_disk_is_one_clear_line_and_nothing_is_lost(tmp_path, sources, tokenizer):
-    """A limit on the size of files stands for the disk; after it is lifted the work goes on."""
+def test_a_full_disk_is_a_one_line_error_and_the_run_resumes(tmp_path, sources, tokenizer):
+    """A limit on file sizes simulates a full disk."""
     out = tmp_path / "out"
     limited = (
         "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
@@ -370,7 +370,7 @@ def test_a_full_disk_is_one_clear_line_and_nothing_is_lost(tmp_path, sources, to
 
 
 class Disk:
-    """A small file system of its own in memory."""
+    """A small in-memory file system."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -397,8 +397,8 @@ def disk(tmp_path) -> Disk:
     return disk
 
 
-def test_a_disk_that_is_full_at_any_moment(tmp_path, disk, capsys):
-    """From the journal, which is written first, to the index, which is written last."""
+def test_a_disk_that_fills_up_at_any_moment(tmp_path, disk, capsys):
+    """From the journal, written first, to the index, written last."""
     text = tmp_path / "book.txt"
     text.write_text("It was a dark and stormy night.\n" * 600)
     assert run_here(text, "--out", tmp_path / "whole") == 0
@@ -427,7 +427,7 @@ def test_a_disk_that_is_full_at_any_moment(tmp_path, disk, capsys):
     raise AssertionError("120 kB are enough")
 
 
-def test_a_full_disk_while_processes_encode_and_a_tokenizer_is_saved(
+def test_a_full_disk_while_encoding_and_while_saving_a_tokenizer(
     tmp_path, disk, tokenizer, sources, capsys
 ):
     from transformers import PreTrainedTokenizerFast
@@ -448,7 +448,7 @@ def test_a_full_disk_while_processes_encode_and_a_tokenizer_is_saved(
             disk.unmount()
 
 
-def test_a_terminal_sees_a_bar(tmp_path, sources):
+def test_a_terminal_shows_a_progress_bar(tmp_path, sources):
     import pty
 
     primary, secondary = pty.openpty()

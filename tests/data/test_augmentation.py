@@ -1,4 +1,4 @@
-"""Augmentation: a pure function of (seed, epoch, image); what it does to pixels and targets."""
+"""Augmentation is a pure function of (seed, epoch, image); its pixels and targets."""
 
 import numpy as np
 import pytest
@@ -46,11 +46,11 @@ def test_epochs_and_seeds_differ_and_an_epoch_has_every_image_once():
     varied = AugmentationOptions(randaugment=2, crop="padded")
     of_seed = [reader(count=1).training_batch(0, 1, seed, varied).pixels for seed in (0, 1, 2)]
     of_epoch = [reader(count=1).training_batch(epoch, 1, 0, varied).pixels for epoch in (1, 2)]
-    drawn = [*of_seed, *of_epoch]
-    assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
+    sampled = [*of_seed, *of_epoch]
+    assert all(not torch.equal(a, b) for i, a in enumerate(sampled) for b in sampled[:i])
 
 
-def test_without_augmentation_training_sees_what_the_processor_makes():
+def test_without_augmentation_batches_match_the_processor():
     plain = reader()
     batch = plain.training_batch(0, 10, 0, AugmentationOptions())
     held_out = plain.plain_batch(list(range(10)))
@@ -64,20 +64,20 @@ def test_without_augmentation_training_sees_what_the_processor_makes():
 
 def test_pictures_of_other_sizes_and_channels_are_fitted():
     pixels = np.full((1, 40, 30, 1), 200, np.uint8)
-    coloured = ImageReader(
+    rgb = ImageReader(
         ArrayImages(pixels, np.zeros(1)), TokenformerImageProcessor.for_size(16, 3), 1
     )
-    assert coloured.plain_batch([0]).pixels.shape == (1, 3, 16, 16)
-    grey = ImageReader(
+    assert rgb.plain_batch([0]).pixels.shape == (1, 3, 16, 16)
+    gray = ImageReader(
         ArrayImages(np.repeat(pixels, 3, 3), np.zeros(1)),
         TokenformerImageProcessor.for_size(16, 1, crop_share=0.8),
         1,
     )
-    found = grey.plain_batch([0]).pixels
+    found = gray.plain_batch([0]).pixels
     torch.testing.assert_close(found, torch.full((1, 1, 16, 16), 200 / 127.5 - 1))
-    awaited = grey.held_out(4, 100)
-    assert [len(batch) for batch in awaited] == [1]
-    assert torch.equal(awaited[0].to("cpu").pixels, found)
+    lazy = gray.held_out(4, 100)
+    assert [len(batch) for batch in lazy] == [1]
+    assert torch.equal(lazy[0].to("cpu").pixels, found)
 
 
 def test_targets_are_distributions():
@@ -89,7 +89,7 @@ def test_targets_are_distributions():
     assert (both.max(1).values < 0.9).any()
 
 
-def test_blends_and_patchworks_say_what_is_left():
+def test_mixup_and_cutmix_return_the_share_of_the_first_image():
     black, white = np.zeros((20, 20, 1), np.float32), np.full((20, 20, 1), 255, np.float32)
     for options in (AugmentationOptions(mixup=1.0), AugmentationOptions(cutmix=1.0)):
         random = np.random.default_rng(0)
@@ -119,8 +119,8 @@ def test_every_operation_changes_a_picture_more_at_a_larger_magnitude(name: str,
     x = np.linspace(20, 200, 32, dtype=np.uint8)
     pixels = np.add.outer(x // 2, x // 2)
     pixels[::4, ::3] //= 2  # something to sharpen
-    colours = np.stack([pixels, pixels // 2, 255 - pixels], axis=-1)
-    image = Image.fromarray(colours).convert(mode)
+    colors = np.stack([pixels, pixels // 2, 255 - pixels], axis=-1)
+    image = Image.fromarray(colors).convert(mode)
     before = np.asarray(image).astype(int)
 
     def change(level: float) -> float:
@@ -129,7 +129,7 @@ def test_every_operation_changes_a_picture_more_at_a_larger_magnitude(name: str,
         return float(np.abs(np.asarray(after).astype(int) - before).mean())
 
     if name == "color" and mode == "L":
-        assert change(1.0) == 0  # there is none
+        assert change(1.0) == 0  # there is no color
     else:
         assert change(1.0) > 0
         assert change(1.0) >= change(0.3) - 1e-9
@@ -140,8 +140,8 @@ def test_randaugment_at_magnitude_zero_leaves_geometry_alone():
     for name in ("shear_x", "shear_y", "translate_x", "translate_y", "rotate", "brightness"):
         assert np.array_equal(np.asarray(OPERATIONS[name](image, 0.0)), np.asarray(image)), name
     random = np.random.default_rng(0)
-    drawn = [randaugment(image, random, count=2, magnitude=9, deviation=0.5) for _ in range(20)]
-    assert len({one.tobytes() for one in drawn}) >= 8  # a quarter stays as it was
+    sampled = [randaugment(image, random, count=2, magnitude=9, deviation=0.5) for _ in range(20)]
+    assert len({one.tobytes() for one in sampled}) >= 8  # a quarter is unchanged
 
 
 def test_options_are_checked():
@@ -151,7 +151,7 @@ def test_options_are_checked():
             AugmentationOptions(**options)
 
 
-def test_a_batch_that_was_expected_is_the_same_and_not_made_twice(monkeypatch) -> None:
+def test_a_prefetched_batch_is_the_same_and_not_made_twice(monkeypatch) -> None:
     plain, ahead = reader(), reader(workers=2)
     made: list[object] = []
     sample = ImageReader.sample
@@ -159,9 +159,9 @@ def test_a_batch_that_was_expected_is_the_same_and_not_made_twice(monkeypatch) -
         ImageReader, "sample", lambda self, *a: (made.append(a[0]), sample(self, *a))[1]
     )
     ahead.prefetch(40, 8, 7, EVERYTHING)
-    ahead.prefetch(16, 8, 7, EVERYTHING)  # the first is given up
+    ahead.prefetch(16, 8, 7, EVERYTHING)  # cancels the first
     expected = ahead.training_batch(16, 8, 7, EVERYTHING)
     assert len([key for key in made if key in ahead.keys(16, 8, 7)]) == 8
     assert torch.equal(expected.pixels, plain.training_batch(16, 8, 7, EVERYTHING).pixels)
-    other = ahead.training_batch(24, 8, 7, EVERYTHING)  # not what was expected
+    other = ahead.training_batch(24, 8, 7, EVERYTHING)  # not the prefetched one
     assert torch.equal(other.targets, plain.training_batch(24, 8, 7, EVERYTHING).targets)

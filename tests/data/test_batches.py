@@ -6,14 +6,14 @@ from tokenformer.data.batches import fixed_batches, sample_batch
 TOKENS = np.arange(1000, dtype=np.uint16)
 
 
-def test_a_batch_is_a_function_of_seed_and_samples_alone():
+def test_a_batch_depends_only_on_seed_and_sample_indices():
     def batch(seed: int, first: int, count: int = 8) -> torch.Tensor:
         return sample_batch(TOKENS, length=16, seed=seed, first_sample=first, count=count)
 
     assert torch.equal(batch(0, 40), batch(0, 40))
     assert not torch.equal(batch(0, 40), batch(0, 48))
     assert not torch.equal(batch(0, 40), batch(1, 40))
-    # What two ranks of two micro-batches each take is the global batch.
+    # The micro-batches of two ranks, two each, make up the global batch.
     slices = [batch(0, first, 2) for first in (40, 42, 44, 46)]
     assert torch.equal(torch.cat(slices), batch(0, 40))
 
@@ -27,7 +27,7 @@ def test_segments_are_consecutive_and_reach_both_ends():
     assert batch.max() == 999
 
 
-def test_an_epoch_has_every_target_once():
+def test_an_epoch_contains_every_target_once():
     batch = sample_batch(TOKENS, length=9, seed=0, first_sample=0, count=111, mode="epochs")
     assert sorted(batch[:, 1:].flatten().tolist()) == list(range(1, 1000))
 

@@ -1,4 +1,4 @@
-"""Bytes as tokens, by an ordinary Hugging Face tokenizer."""
+"""The byte-level tokenizer, as an ordinary Hugging Face tokenizer."""
 
 import pytest
 from hypothesis import given, settings

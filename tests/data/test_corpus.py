@@ -1,4 +1,4 @@
-"""Prepared folders: many shards as one sequence, and refusal of what is not whole."""
+"""Prepared corpora: shards as one sequence, and errors for damaged folders."""
 
 import json
 import re
@@ -46,14 +46,14 @@ def test_shards_are_one_sequence(folder):
     assert len(train.shards) > 6
     assert np.array_equal(train[:], expected(folder))
     assert held_out[:].tolist() == [*TEXT[train.bytes :], 256]
-    assert TEXT[train.bytes - 1 : train.bytes] == b"\n", "what is held out starts with a line"
+    assert TEXT[train.bytes - 1 : train.bytes] == b"\n", "the validation split starts with a line"
     assert (len(train), train.bytes, train.documents) == (len(train[:]), len(train[:]) - 1, 1)
     assert corpus.splits == ["train", "validation"]
     assert corpus.vocab_size == 257
     corpus.verify()
 
 
-def test_any_slice_is_the_arrays(folder):
+def test_slices_equal_those_of_an_array(folder):
     train, array = Corpus(folder).split("train"), expected(folder)
 
     @settings(max_examples=300, deadline=None)
@@ -67,20 +67,20 @@ def test_any_slice_is_the_arrays(folder):
         train[::2]
 
 
-def test_batches_are_those_of_the_array(folder):
-    """Segments that cross shards included; an array and a split are the same to a batch."""
+def test_batches_equal_those_of_an_array(folder):
+    """Including segments that cross shards."""
     options = {"length": 300, "seed": 1, "first_sample": 0, "count": 64}
     on_disk = sample_batch(Corpus(folder).split("train"), **options)
     assert (on_disk == sample_batch(expected(folder), **options)).all()
 
 
-def test_a_split_that_is_too_short_is_named_with_its_size(folder):
+def test_a_split_that_is_too_short_is_an_error_with_its_size(folder):
     corpus = Corpus(folder)
     short = len(corpus.split("validation"))
-    told = (
+    message = (
         f"split validation of {folder} has {short} tokens; one sequence of length 5000 needs 5001"
     )
-    with pytest.raises(DataError, match=re.escape(told)):
+    with pytest.raises(DataError, match=re.escape(message)):
         fixed_batches(corpus.split("validation"), batch_size=1, length=5000, count=1)
     with pytest.raises(DataError, match=r"split train of .* has \d+ tokens; .* needs 99001"):
         sample_batch(corpus.split("train"), length=99_000, seed=0, first_sample=0, count=1)
@@ -88,7 +88,7 @@ def test_a_split_that_is_too_short_is_named_with_its_size(folder):
         sample_batch(np.arange(3, dtype=np.uint16), length=5, seed=0, first_sample=0, count=1)
 
 
-def test_a_torn_shard_is_named(copy):
+def test_a_truncated_shard_is_an_error(copy):
     shard = copy / "train-00002.bin"
     shard.write_bytes(shard.read_bytes()[:-2])
     with pytest.raises(DataError, match=r"train-00002.bin is damaged: it has 1998 bytes.*2000"):
@@ -96,7 +96,7 @@ def test_a_torn_shard_is_named(copy):
     Corpus(copy).split("validation")
 
 
-def test_a_missing_shard_is_named(copy):
+def test_a_missing_shard_is_an_error(copy):
     (copy / "train-00001.bin").unlink()
     with pytest.raises(DataError, match=r"train-00001.bin is missing"):
         Corpus(copy).split("train")
@@ -111,7 +111,7 @@ def test_an_altered_shard_is_found_by_its_hash(copy):
         corpus.verify()
 
 
-def test_what_is_no_corpus_says_so(copy, tmp_path_factory):
+def test_missing_splits_and_unfinished_folders_are_errors(copy, tmp_path_factory):
     with pytest.raises(DataError, match="no split 'test'; it has train, validation"):
         Corpus(copy).split("test")
     (copy / "unfinished.json").write_text("{}")
@@ -151,7 +151,7 @@ def shard(index):
         (lambda index: index.update(settings="x" * 1000), "settings are 'x"),
     ],
 )
-def test_an_index_that_is_not_ours_is_refused_by_field(copy, alter, named):
+def test_an_invalid_index_is_an_error_that_names_the_field(copy, alter, named):
     index = json.loads((copy / "index.json").read_text())
     alter(index)
     (copy / "index.json").write_text(json.dumps(index))
@@ -161,13 +161,13 @@ def test_an_index_that_is_not_ours_is_refused_by_field(copy, alter, named):
 
 
 @pytest.mark.parametrize("text", ["{torn", "", "null", "[" * 100_000, "\udcff"])
-def test_a_torn_index_is_refused(copy, text):
+def test_a_damaged_index_is_an_error(copy, text):
     (copy / "index.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(DataError, match=r"index.json is not (JSON|of the format)"):
         Corpus(copy)
 
 
-def test_a_folder_or_another_size_in_the_place_of_a_shard(copy):
+def test_a_folder_in_place_of_a_shard_is_an_error(copy):
     (copy / "train-00000.bin").unlink()
     (copy / "train-00000.bin").mkdir()
     with pytest.raises(DataError, match=r"train-00000.bin is not a file"):

@@ -1,4 +1,4 @@
-"""Datasets by name, streamed: real ones of the `datasets` library, made on the spot."""
+"""Streaming datasets of the `datasets` library, created by the tests."""
 
 import json
 
@@ -23,8 +23,8 @@ def texts(corpus: Corpus, split: str) -> list[str]:
     return bytes(np.where(ids == 256, 0, ids).astype(np.uint8)).decode().split("\0")[:-1]
 
 
-def test_a_dataset_with_training_rows_alone_has_five_percent_held_out(tmp_path):
-    """As OpenWebText, which has no split but `train`."""
+def test_five_percent_of_a_dataset_without_validation_split_are_held_out(tmp_path):
+    """Like OpenWebText, which has only a training split."""
     folder = tmp_path / "web"
     folder.mkdir()
     for half, rows in enumerate((ROWS[:500], ROWS[500:])):
@@ -36,8 +36,8 @@ def test_a_dataset_with_training_rows_alone_has_five_percent_held_out(tmp_path):
     assert set(train) | set(held_out) == set(ROWS)
 
 
-def test_a_dataset_keeps_the_splits_it_has(tmp_path):
-    """As the Pile; here saved by `save_to_disk`, which is read without a copy in memory."""
+def test_the_splits_of_a_dataset_are_kept(tmp_path):
+    """Like the Pile; `save_to_disk` datasets are memory-mapped."""
     parts = {"train": ROWS[:800], "validation": ROWS[800:900], "test": ROWS[900:]}
     DatasetDict(
         {split: Dataset.from_dict({"body": rows}) for split, rows in parts.items()}
@@ -46,7 +46,7 @@ def test_a_dataset_keeps_the_splits_it_has(tmp_path):
     assert {split: texts(corpus, split) for split in corpus.splits} == parts
 
 
-def test_a_subset_is_chosen_by_its_name(tmp_path):
+def test_a_subset_is_selected_by_name(tmp_path):
     folder = tmp_path / "many"
     folder.mkdir()
     for name in ("one", "two"):
@@ -59,7 +59,7 @@ def test_a_subset_is_chosen_by_its_name(tmp_path):
         run(f"datasets:{folder}", tmp_path / "other")
 
 
-def test_what_cannot_be_found_is_one_clear_line(tmp_path, monkeypatch):
+def test_a_missing_corpus_is_a_one_line_error(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(DataError, match=r"dataset .*no-such was not found") as raised:
         run(f"datasets:{tmp_path}/no-such", tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Image sets of every kind, from real files; broken ones are named."""
+"""Image sets of every kind from real files; errors name broken files."""
 
 import gzip
 import struct
@@ -17,14 +17,14 @@ from tokenformer.errors import DataError
 
 
 def write_tree(folder: Path, *, splits: tuple[str, ...] = ("train", "val")) -> None:
-    """Two classes, red and blue, of pictures of different sizes and kinds."""
+    """Write two classes, red and blue, of images of different sizes and formats."""
     for split in splits:
-        for name, colour in (("blue", (0, 0, 255)), ("red", (255, 0, 0))):
+        for name, color in (("blue", (0, 0, 255)), ("red", (255, 0, 0))):
             home = folder / split / name
             home.mkdir(parents=True)
             for number, suffix in enumerate(("png", "JPEG", "bmp")):
                 size = (10 + number, 8)
-                Image.new("RGB", size, colour).save(home / f"{number}.{suffix}")
+                Image.new("RGB", size, color).save(home / f"{number}.{suffix}")
             (home / "notes.txt").write_text("not an image")
 
 
@@ -84,16 +84,16 @@ def save_large(path: Path, mode: str, size: tuple[int, int]) -> np.ndarray:
     [("L", "png"), ("RGB", "jpg"), ("RGB", "png"), ("P", "png"), ("I;16", "png"), ("RGBA", "png")],
 )
 def test_large_images_are_reduced(tmp_path: Path, monkeypatch, mode: str, suffix: str) -> None:
-    """By a whole number, whatever their kind, to what averaging the shades gives."""
+    """Large images of every mode are downscaled by an integer factor, as by averaging."""
     monkeypatch.setattr("tokenformer.data.images.MAX_PIXELS", 10_000)
     monkeypatch.setattr("tokenformer.data.images.STRIP_ROWS", 7)
     shades = save_large(tmp_path / f"large.{suffix}", mode, (403, 200))  # eight times too large
     pixels = decode_file(tmp_path / f"large.{suffix}")
     assert pixels.dtype == np.uint8
-    grey = mode in ("L", "I;16")
+    gray = mode in ("L", "I;16")
     factor = {"jpg": 4}.get(suffix, 3)  # a JPEG has only powers of two
     assert pixels.shape[:2] == (-(-200 // factor), -(-403 // factor))
-    assert pixels.shape[2] == (1 if grey else 3)
+    assert pixels.shape[2] == (1 if gray else 3)
     side = 200 // factor
     whole = shades[: side * factor, : (403 // factor) * factor]
     means = whole.reshape(side, factor, 403 // factor, factor).mean((1, 3))
@@ -136,19 +136,19 @@ print(kilobytes("VmHWM") - before)
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak")
 @pytest.mark.parametrize(
-    ("side", "told", "most"),
+    ("side", "message", "most"),
     [(12_000, "has 12000 x 12000 pixels, more than the limit of 89,478,485", 30_000),
      (9_000, "(3000, 3000, 1)", 150_000)],
 )  # fmt: skip
 def test_the_memory_of_a_huge_image_is_bounded(
-    tmp_path: Path, side: int, told: str, most: int
+    tmp_path: Path, side: int, message: str, most: int
 ) -> None:
     """1 bit a pixel on disk and 8 in memory: 81 MB once, and none of what is refused."""
     Image.new("1", (side, side), 1).save(tmp_path / "huge.png")
     command = [sys.executable, "-c", BOMB, str(tmp_path / "huge.png")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     answer, kilobytes = done.stdout.splitlines()
-    assert told in answer
+    assert message in answer
     assert int(kilobytes) < most
     assert done.stderr == ""
 
@@ -204,8 +204,8 @@ def test_broken_images_are_named_or_skipped(tmp_path: Path, caplog) -> None:
     skipping.picture(2)
     assert {path.name for path in skipping.skipped} == {"1.JPEG", "2.bmp"}
     for name in ("1.JPEG", "2.bmp"):
-        told = [line for line in caplog.messages if f"{name} cannot be read as an image" in line]
-        assert len(told) == 1
+        message = [line for line in caplog.messages if f"{name} cannot be read as an image" in line]
+        assert len(message) == 1
     with pytest.raises(DataError, match="on_corrupt='ignore' is unknown; choose refuse or skip"):
         load_images(str(tmp_path), on_corrupt="ignore")
 
@@ -363,22 +363,22 @@ def test_digits_need_no_download():
 
 
 def test_a_mistyped_folder_is_refused_at_once(tmp_path: Path, monkeypatch) -> None:
-    """And never asked for on the hub."""
+    """Without a request to the hub."""
     (tmp_path / "pictures").mkdir()
     (tmp_path / "file").write_text("text")
     monkeypatch.chdir(tmp_path)
-    for name, told in (
+    for name, message in (
         ("./picturs", "did you mean pictures"),
         (str(tmp_path / "picturs"), f"did you mean {tmp_path / 'pictures'}"),
         ("pictures/train", "no pictures/train"),
         ("./file", "it is a file"),
         ("no/where/here", "no no/where/here"),
     ):
-        with pytest.raises(DataError, match="neither a folder nor a dataset: .*" + told):
+        with pytest.raises(DataError, match="neither a folder nor a dataset: .*" + message):
             load_images(name)
 
 
-def test_what_holds_no_images_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_images_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no images: no IDX or CIFAR"):
         load_images(str(tmp_path))
     with pytest.raises(DataError, match="3 images have 2 labels"):

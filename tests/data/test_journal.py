@@ -1,4 +1,4 @@
-"""Interrupted preparations: continued only where nothing has changed since."""
+"""Resuming an interrupted preparation, only if nothing has changed since."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from tokenformer.errors import DataError
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """Every chunk of 2,000 bytes is synced."""
+    """Sync after every chunk of 2,000 bytes."""
     monkeypatch.setattr("tokenformer.data.corpus_reader.CHUNK_BYTES", 2000)
     monkeypatch.setattr("tokenformer.data.documents.BLOCK_BYTES", 1000)
     monkeypatch.setattr("tokenformer.data.preparation.SYNC_SECONDS", 0.0)
@@ -44,7 +44,7 @@ def interrupted(corpus, out) -> dict:
 
 
 @pytest.mark.parametrize("kind", ["text", "rows", "folder", "dataset"])
-def test_a_source_edited_meanwhile_with_the_same_size_is_refused(tmp_path, kind):
+def test_a_source_edited_since_with_the_same_size_is_refused(tmp_path, kind):
     lines = [f"the line of number {number:06d}\n" for number in range(10_000)]
     corpus, out = tmp_path / "corpus", tmp_path / "out"
     file = corpus / "a.txt"
@@ -61,7 +61,7 @@ def test_a_source_edited_meanwhile_with_the_same_size_is_refused(tmp_path, kind)
         name = str(corpus) if kind == "folder" else str(file)
     interrupted(name, out)
     content, before = file.read_bytes(), file.stat()
-    place = len(content) // 3  # which the samples of its start, middle and end do not show
+    place = len(content) // 3  # outside of the samples at start, middle and end
     file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     with pytest.raises(DataError, match=r"modified after .* was started.* remove .* run the com"):
@@ -86,7 +86,7 @@ def test_a_source_edited_while_it_is_read_is_refused(tmp_path):
         Corpus(tmp_path / "out")
 
 
-def test_a_small_source_that_is_only_touched_is_not_refused(tmp_path):
+def test_a_small_source_that_was_only_touched_is_accepted(tmp_path):
     file, out, messages = tmp_path / "a.txt", tmp_path / "out", []
     file.write_text("a line of text\n" * 1000)
     interrupted(file, out)
@@ -97,7 +97,7 @@ def test_a_small_source_that_is_only_touched_is_not_refused(tmp_path):
     assert messages == [f"{out} is already prepared"]
 
 
-def test_a_large_source_that_is_touched_can_be_continued_as_the_error_says(tmp_path):
+def test_the_error_for_a_touched_large_source_says_how_to_resume(tmp_path):
     file, out = tmp_path / "a b.txt", tmp_path / "out"
     file.write_text("a line of text\n" * 20_000)
     interrupted(file, out)
@@ -110,12 +110,12 @@ def test_a_large_source_that_is_touched_can_be_continued_as_the_error_says(tmp_p
     Corpus(out).verify()
 
 
-def test_a_finished_corpus_notes_a_source_edited_since(tmp_path):
+def test_a_finished_corpus_reports_a_source_edited_since(tmp_path):
     file, out, messages = tmp_path / "a.txt", tmp_path / "out", []
     content = bytearray(b"a line of text\n" * 20_000)
     file.write_bytes(content)
     index = prepare(PrepareOptions(str(file)), out)
-    content[len(content) // 3] ^= 1  # which the samples of its start, middle and end do not show
+    content[len(content) // 3] ^= 1  # outside of the samples at start, middle and end
     file.write_bytes(content)
     os.utime(file, ns=(0, 0))
     assert prepare(PrepareOptions(str(file)), out, on_message=messages.append) == index
@@ -123,7 +123,7 @@ def test_a_finished_corpus_notes_a_source_edited_since(tmp_path):
     assert messages == [f"{out} is already prepared", modified]
 
 
-def test_a_source_that_cannot_be_read_is_named_and_leaves_no_folder(tmp_path, monkeypatch):
+def test_an_unreadable_source_is_an_error_and_leaves_no_folder(tmp_path, monkeypatch):
     file, out = tmp_path / "a.txt", tmp_path / "out"
     file.write_text("a line of text\n" * 1000)
 
@@ -143,7 +143,7 @@ def test_a_source_that_cannot_be_read_is_named_and_leaves_no_folder(tmp_path, mo
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
-def test_an_older_version_that_kept_a_byte_order_mark_is_not_continued(tmp_path, encoding):
+def test_a_journal_of_an_older_version_with_a_byte_order_mark_is_refused(tmp_path, encoding):
     file, out = tmp_path / "a.txt", tmp_path / "out"
     file.write_text("a line of text\n" * 1000, encoding=encoding)
     journal = interrupted(file, out)
@@ -153,14 +153,14 @@ def test_an_older_version_that_kept_a_byte_order_mark_is_not_continued(tmp_path,
         prepare(PrepareOptions(str(file)), out)
 
 
-def test_an_advised_encoding_says_to_remove_the_folder_first(tmp_path):
+def test_a_changed_encoding_needs_the_folder_removed(tmp_path):
     file, out = tmp_path / "a.txt", tmp_path / "out"
     file.write_bytes(b"a line of text\n" * 1000 + b"\xe9")
     with pytest.raises(DataError, match=r"--encoding .*/out holds .*remove it first"):
         prepare(PrepareOptions(str(file)), out)
     latin = PrepareOptions(str(file), read_options=ReadOptions("latin-1"))
-    told = r"was made with --encoding utf-8, not latin-1; remove .*/out first and run"
-    with pytest.raises(DataError, match=told):
+    message = r"was made with --encoding utf-8, not latin-1; remove .*/out first and run"
+    with pytest.raises(DataError, match=message):
         prepare(latin, out)
     shutil.rmtree(out)
     prepare(latin, out)
@@ -168,14 +168,14 @@ def test_an_advised_encoding_says_to_remove_the_folder_first(tmp_path):
         prepare(PrepareOptions(str(file)), out)
 
 
-def test_the_default_encoding_can_be_named(tmp_path):
+def test_the_default_encoding_can_be_given_explicitly(tmp_path):
     file, out = tmp_path / "a.txt", tmp_path / "out"
     file.write_text("a line of text\n" * 1000)
     index = prepare(PrepareOptions(str(file)), out)
     assert prepare(PrepareOptions(str(file), read_options=ReadOptions("utf-8")), out) == index
 
 
-def test_a_changed_size_names_the_file(tmp_path):
+def test_a_changed_size_is_an_error_that_names_the_file(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("a line of text\n" * 1000)
     interrupted(file, tmp_path / "out")
@@ -184,7 +184,7 @@ def test_a_changed_size_names_the_file(tmp_path):
         prepare(PrepareOptions(str(file)), tmp_path / "out")
 
 
-def test_a_journal_of_an_older_version_continues(tmp_path):
+def test_a_journal_of_an_older_version_is_resumed(tmp_path):
     file, out = tmp_path / "a.txt", tmp_path / "out"
     file.write_text("a line of text\n" * 1000)
     journal = interrupted(file, out)
@@ -198,7 +198,7 @@ def test_a_journal_of_an_older_version_continues(tmp_path):
     assert Corpus(out).split("validation").bytes == 750
 
 
-def test_a_corpus_of_an_older_version_is_finished(tmp_path):
+def test_a_corpus_of_an_older_version_counts_as_finished(tmp_path):
     file, out, messages = tmp_path / "a.txt", tmp_path / "out", []
     file.write_text("a line of text\n" * 100)
     index = prepare(PrepareOptions(str(file)), out)
@@ -225,7 +225,7 @@ def test_a_corpus_of_an_older_version_is_finished(tmp_path):
         lambda journal: journal["splits"]["train"].update(shards=[{"file": "../x"}]),
     ],
 )
-def test_a_damaged_journal_is_refused_by_name(tmp_path, alter):
+def test_a_damaged_journal_is_an_error(tmp_path, alter):
     file, out = tmp_path / "a.txt", tmp_path / "out"
     file.write_text("a line of text\n" * 1000)
     journal = interrupted(file, out)
@@ -237,12 +237,12 @@ def test_a_damaged_journal_is_refused_by_name(tmp_path, alter):
         assert (out / "unfinished.json").read_text() == text, "nothing is deleted"
 
 
-class Dying:
-    """Its `__del__` is where Ctrl-C arrives; Python ignores what is raised there."""
+class InterruptedInDel:
+    """Ctrl-C arrives in its `__del__`, where Python ignores exceptions."""
 
     def __del__(self):
         os.kill(os.getpid(), signal.SIGINT)
-        for _ in range(1000):  # bytecodes at which the signal is handled
+        for _ in range(1000):  # bytecodes, so that the signal is handled here
             pass
 
 
@@ -251,25 +251,24 @@ class Dying:
 def test_an_interrupt_that_python_ignores_is_not_lost(tmp_path, chunk):
     file, out = tmp_path / "a.txt", tmp_path / "out"
     file.write_text("a line of text\n" * 1000)
-    calls, told = iter(range(1000)), []
+    calls, seen = iter(range(1000)), []
 
     def signalled(progress):
-        told.append(progress)
+        seen.append(progress)
         if next(calls) == chunk or (chunk < 0 and progress.text_bytes == 15_000):
-            dying = Dying()
-            del dying
+            victim = InterruptedInDel()
+            del victim
 
     with pytest.raises(KeyboardInterrupt):
         prepare(PrepareOptions(str(file)), out, on_progress=signalled)
-    assert chunk < 0 or len(told) <= chunk + 2, "it stops at the next chunk"
+    assert chunk < 0 or len(seen) <= chunk + 2, "stops at the next chunk"
     assert not (out / "index.json").exists()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     prepare(PrepareOptions(str(file)), out)
     Corpus(out).verify()
 
 
-def test_no_thread_pool_dies_while_shards_are_written(tmp_path):
-    """The hashing thread of the first preparation serves the second."""
+def test_the_hashing_thread_is_reused(tmp_path):
     from tokenformer.data.shards import hash_executor
 
     (tmp_path / "a.txt").write_text("text\n" * 100)

@@ -1,4 +1,4 @@
-"""The order of samples: pure, complete, and blind to how a run is cut into batches."""
+"""Sample order: deterministic, complete, and independent of batch sizes."""
 
 import numpy as np
 import pytest
@@ -23,8 +23,8 @@ def starts(total: int, length: int, first: int, count: int, mode: str, seed: int
     first=st.integers(0, 3000),
     seed=st.integers(0, 2**63 - 1),
 )
-def test_the_sample_index_alone_decides(mode, total, cuts, first, seed):
-    """Batches of any sizes, one after the other, are one batch of them all."""
+def test_samples_depend_only_on_their_index(mode, total, cuts, first, seed):
+    """Consecutive batches of any sizes equal one large batch."""
     whole = starts(total, 8, first, sum(cuts), mode, seed)
     pieces: list[int] = []
     for count in cuts:
@@ -34,11 +34,11 @@ def test_the_sample_index_alone_decides(mode, total, cuts, first, seed):
 
 @settings(max_examples=100, deadline=None)
 @given(windows=st.integers(1, 700), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 10**9))
-def test_an_epoch_serves_every_window_once(windows, seed, epoch):
+def test_an_epoch_uses_every_window_once(windows, seed, epoch):
     length = 4
     total = windows * length + 1  # the shortest corpus with that many windows
-    served = starts(total, length, epoch * windows, windows, "epochs", seed)
-    assert sorted(served) == list(range(0, windows * length, length))
+    used = starts(total, length, epoch * windows, windows, "epochs", seed)
+    assert sorted(used) == list(range(0, windows * length, length))
 
 
 def test_epochs_differ_from_each_other_and_by_seed():
@@ -51,10 +51,10 @@ def test_epochs_differ_from_each_other_and_by_seed():
 
 
 def test_epoch_order_looks_random():
-    """Neighbours in the order are far apart, and every place is equally likely for window 0."""
+    """Neighbors in the order are far apart, and window 0 is equally likely at every index."""
     order = np.array(starts(4 * 4096 + 1, 4, 0, 4096, "epochs")) // 4
     steps = np.abs(np.diff(order))
-    assert abs(steps.mean() / 4096 - 1 / 3) < 0.02  # of uniform pairs: a third of the range
+    assert abs(steps.mean() / 4096 - 1 / 3) < 0.02  # uniform pairs: a third of the range
     assert abs(np.corrcoef(order, np.arange(4096))[0, 1]) < 0.05
     size = 7
     where = [
@@ -66,14 +66,14 @@ def test_epoch_order_looks_random():
 
 
 def test_random_segments_are_uniform_and_reach_both_ends():
-    found = np.array(starts(116, 16, 0, 100_000, "random"))  # 100 places
+    found = np.array(starts(116, 16, 0, 100_000, "random"))  # 100 possible starts
     counts = np.bincount(found, minlength=100)
     assert len(counts) == 100
     assert ((counts - 1000) ** 2 / 1000).sum() < 160  # chi-squared, 99 degrees: p < 0.001
 
 
-def test_known_values_do_not_change_from_version_to_version():
-    """A run resumed under another version of numpy or of ours sees the same text."""
+def test_known_values_do_not_change_across_versions():
+    """A run resumed with another version of numpy or of this package reads the same text."""
     assert starts(10**12, 1024, 10**9, 2, "random", 7) == KNOWN_RANDOM
     assert starts(10**12, 1024, 10**9, 2, "epochs", 7) == KNOWN_EPOCHS
 
@@ -82,7 +82,7 @@ KNOWN_RANDOM = [121_562_163_868, 264_886_572_156]
 KNOWN_EPOCHS = [470_960_059_392, 858_498_657_280]
 
 
-def test_no_memory_however_long_the_corpus():
+def test_memory_does_not_depend_on_the_length_of_the_corpus():
     import tracemalloc
 
     tracemalloc.start()
@@ -94,7 +94,7 @@ def test_no_memory_however_long_the_corpus():
 
 @settings(max_examples=100, deadline=None)
 @given(total=st.integers(9, 5000), count=st.integers(1, 300))
-def test_validation_windows_are_fixed_spread_and_apart(total, count):
+def test_validation_windows_are_spread_evenly_and_disjoint(total, count):
     found = validation_starts(total, 8, count=count)
     windows = (total - 1) // 8
     assert len(found) == min(count, windows)
@@ -105,7 +105,7 @@ def test_validation_windows_are_fixed_spread_and_apart(total, count):
     assert validation_starts(total, 8).tolist() == list(range(0, windows * 8, 8))
 
 
-def test_the_shortest_corpus_that_serves_and_the_longest_that_does_not():
+def test_the_shortest_valid_corpus():
     for mode in MODES:
         assert starts(17, 16, 5, 3, mode) == [0, 0, 0]
         with pytest.raises(DataError, match="16 tokens; one sequence of length 16 needs 17"):

@@ -1,12 +1,10 @@
-"""Every kind of corpus to the same tokens, by documents whose ids can be computed by hand."""
+"""Preparing every kind of corpus, checked against ids computed from the documents."""
 
 import bz2
 import gzip
-import io
 import json
 import lzma
 import random
-import zipfile
 
 import numpy as np
 import pyarrow
@@ -14,19 +12,13 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from tests.support.corpora import COMPRESSORS, zipped
 from tokenformer.data.corpus import Corpus
-from tokenformer.data.documents import cut, place_to_cut
 from tokenformer.data.preparation import PrepareOptions, prepare
 from tokenformer.data.splits import STANDARD_SIZE
 from tokenformer.errors import DataError
 
 END = 256
-PACKINGS = {
-    ".gz": gzip.compress,
-    ".bz2": bz2.compress,
-    ".xz": lzma.compress,
-    ".zst": zstandard.compress,
-}
 DOCUMENTS = [
     f"document {number}: déjà vu 日本語 👩‍👩‍👧\n" * (number % 5 + 1) for number in range(200)
 ]
@@ -40,17 +32,9 @@ def jsonl(documents, field="text") -> bytes:
     return "".join(json.dumps({"id": 1, field: text}) + "\n" for text in documents).encode()
 
 
-def zipped(**members: bytes) -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
-    return buffer.getvalue()
-
-
 @pytest.fixture
 def make(tmp_path):
-    """make(corpus, **options): a prepared corpus; each in a folder of its own."""
+    """make(corpus, **options) prepares a corpus in a new folder."""
     count = iter(range(100))
 
     def run(corpus, workers=1, **options):
@@ -74,24 +58,24 @@ def all_documents(corpus: Corpus) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("packing", ["", *PACKINGS, ".zip"])
-def test_a_text_in_every_packing(make, tmp_path, packing):
+@pytest.mark.parametrize("suffix", ["", *COMPRESSORS, ".zip"])
+def test_a_text_in_every_compression(make, tmp_path, suffix):
     text = "".join(DOCUMENTS).encode()
-    packed = {**PACKINGS, "": bytes, ".zip": lambda t: zipped(**{"a.txt": t})}[packing](text)
-    (tmp_path / f"a.txt{packing}").write_bytes(packed)
-    corpus = make(tmp_path / f"a.txt{packing}")
+    packed = {**COMPRESSORS, "": bytes, ".zip": lambda t: zipped(**{"a.txt": t})}[suffix](text)
+    (tmp_path / f"a.txt{suffix}").write_bytes(packed)
+    corpus = make(tmp_path / f"a.txt{suffix}")
     train, held_out = corpus.split("train"), corpus.split("validation")
     assert train[:].tolist() == [*text[: train.bytes], END]
     assert held_out[:].tolist() == [*text[train.bytes :], END]
     assert abs(held_out.bytes - 0.05 * len(text)) < 200
 
 
-@pytest.mark.parametrize("packing", ["", *PACKINGS, ".zip"])
-def test_rows_in_every_packing_are_divided_alike(make, tmp_path, packing):
+@pytest.mark.parametrize("suffix", ["", *COMPRESSORS, ".zip"])
+def test_rows_in_every_compression_are_split_alike(make, tmp_path, suffix):
     content = jsonl(DOCUMENTS)
-    packed = {**PACKINGS, "": bytes, ".zip": lambda t: zipped(**{"b.jsonl": t})}[packing](content)
-    (tmp_path / f"b.jsonl{packing}").write_bytes(packed)
-    found = all_documents(make(tmp_path / f"b.jsonl{packing}", validation=0.1))
+    packed = {**COMPRESSORS, "": bytes, ".zip": lambda t: zipped(**{"b.jsonl": t})}[suffix](content)
+    (tmp_path / f"b.jsonl{suffix}").write_bytes(packed)
+    found = all_documents(make(tmp_path / f"b.jsonl{suffix}", validation=0.1))
     assert sorted(found["train"] + found["validation"]) == sorted(DOCUMENTS)
     assert 5 < len(found["validation"]) < 40
     shuffled = random.Random(0).sample(DOCUMENTS, len(DOCUMENTS))
@@ -102,7 +86,7 @@ def test_rows_in_every_packing_are_divided_alike(make, tmp_path, packing):
     assert other["train"] == [text for text in shuffled if text in set(found["train"])]
 
 
-def test_a_folder_is_its_files_in_order(make, tmp_path):
+def test_the_files_of_a_folder_are_read_in_order(make, tmp_path):
     folder = tmp_path / "texts"
     (folder / "b").mkdir(parents=True)
     (folder / "a.txt").write_text("one")
@@ -118,7 +102,7 @@ def test_a_folder_is_its_files_in_order(make, tmp_path):
     assert corpus.splits == ["train"]
 
 
-def test_files_named_after_splits_stay_in_them(make, tmp_path):
+def test_files_named_after_splits_keep_their_split(make, tmp_path):
     folder = tmp_path / "pile"
     (folder / "train").mkdir(parents=True)
     (folder / "train" / "00.jsonl.zst").write_bytes(zstandard.compress(jsonl(["a", "b"])))
@@ -131,8 +115,8 @@ def test_files_named_after_splits_stay_in_them(make, tmp_path):
         make(folder, validation=0.5)
 
 
-def test_train_and_test_without_validation_hold_out_of_train(make, tmp_path):
-    """Rows by document, a lone text by place, nothing if told so; the test split stays whole."""
+def test_validation_is_held_out_of_train_if_there_is_only_test(make, tmp_path):
+    """Rows are split by document, a single text by position; the test split is kept."""
     rows, text = tmp_path / "rows", tmp_path / "text"
     rows.mkdir()
     (rows / "train.jsonl").write_bytes(jsonl(DOCUMENTS))
@@ -153,7 +137,7 @@ def test_train_and_test_without_validation_hold_out_of_train(make, tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_few_documents_are_never_all_on_one_side(make, tmp_path, seed):
+def test_a_few_documents_are_never_all_in_one_split(make, tmp_path, seed):
     (tmp_path / "few.jsonl").write_bytes(jsonl(DOCUMENTS[:3]))
     found = all_documents(make(tmp_path / "few.jsonl", seed=seed))
     assert len(found["train"]) == 2
@@ -162,7 +146,7 @@ def test_a_few_documents_are_never_all_on_one_side(make, tmp_path, seed):
     assert all_documents(make(tmp_path / "one.jsonl", seed=seed)) == {"train": DOCUMENTS[:1]}
 
 
-def test_so_many_documents_and_no_more_also_after_an_interruption(make, tmp_path, monkeypatch):
+def test_the_limit_of_documents_holds_after_an_interruption(make, tmp_path, monkeypatch):
     (tmp_path / "all.jsonl").write_bytes(jsonl(DOCUMENTS))
     (tmp_path / "few.jsonl").write_bytes(jsonl(DOCUMENTS[:50]))
     few = make(tmp_path / "few.jsonl")
@@ -188,7 +172,7 @@ def test_so_many_documents_and_no_more_also_after_an_interruption(make, tmp_path
     assert Corpus(out).index["splits"] == few.index["splits"]
 
 
-def test_the_share_held_out_is_the_share_asked_for(make, tmp_path):
+def test_the_fraction_held_out_is_as_requested(make, tmp_path):
     documents = [f"text number {number}" for number in range(20_000)]
     (tmp_path / "many.jsonl").write_bytes(jsonl(documents))
     for seed in (0, 1):
@@ -197,7 +181,7 @@ def test_the_share_held_out_is_the_share_asked_for(make, tmp_path):
 
 
 def test_a_text_of_100_million_bytes_has_the_standard_split(make, tmp_path):
-    """As enwik8 and text8; the name does not matter."""
+    """Like enwik8 and text8; the name does not matter."""
     block = bytes(random.Random(0).choices(b"abcdefgh \n", k=1_000_000))
     with gzip.open(tmp_path / "renamed.gz", "wb", compresslevel=1) as file:
         for _ in range(100):
@@ -247,12 +231,12 @@ def test_enwik8(make, real_data):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_damaged_or_unfit_file_is_one_clear_line(make, tmp_path, name, content, message):
+def test_a_damaged_or_unsupported_file_is_a_one_line_error(make, tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message) as raised:
         make(tmp_path / name)
     assert "\n" not in str(raised.value)
-    assert not list(tmp_path.glob("out-*")), "the name is free for the next attempt"
+    assert not list(tmp_path.glob("out-*")), "nothing is left for the next attempt"
 
 
 def test_a_damaged_archive_member_is_found_by_its_checksum(make, tmp_path):
@@ -263,29 +247,8 @@ def test_a_damaged_archive_member_is_found_by_its_checksum(make, tmp_path):
         make(tmp_path / "a.zip")
 
 
-def test_names_of_archive_members_are_only_names(make, tmp_path):
+def test_names_of_archive_members_are_not_used_as_paths(make, tmp_path):
     (tmp_path / "evil.zip").write_bytes(zipped(**{"../../outside.txt": b"text", "/etc/x": b"more"}))
     found = all_documents(make(tmp_path / "evil.zip", validation=0))
     assert sorted(found["train"]) == ["more", "text"]
     assert not (tmp_path.parent.parent / "outside.txt").exists()
-
-
-@pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 250, 1000])
-def test_pieces_are_the_document_cut_at_good_places(monkeypatch, size):
-    monkeypatch.setattr("tokenformer.data.documents.BLOCK_BYTES", 100)
-    text = ("日本語 and\nother words,\n\n more" * 50).encode()[:size]
-    parts = (("train", size // 2), ("validation", None))
-    pieces = list(cut(io.BytesIO(text), parts))
-    assert b"".join(piece for piece, _, _ in pieces) == text
-    assert b"".join(piece for piece, split, _ in pieces if split == "train") == text[: size // 2]
-    assert all(len(piece) <= 100 for piece, _, _ in pieces)
-    assert [split for _, split, ends in pieces if ends] == ["train", "validation"]
-
-
-def test_a_cut_splits_neither_words_nor_characters():
-    text = b"one two\nthree four\n\n  five"
-    assert text[: place_to_cut(text, 24)] == b"one two\nthree"  # blank lines are left together
-    assert place_to_cut(b"aaa\nbbb ccc", 9) == 7  # before the space that belongs to ccc
-    assert place_to_cut(b"aaaaaaaa\nb ccc", 12) == 9  # after the line break
-    assert place_to_cut("aaaaa日本".encode(), 10) == 8
-    assert place_to_cut(b"\x80" * 20, 10) == 10

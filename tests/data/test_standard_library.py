@@ -9,7 +9,7 @@ from tokenformer.data.standard_library import (
 )
 
 
-def test_documents_are_bytes_with_an_end_each():
+def test_documents_are_bytes_and_end_of_text():
     tokens = encode_documents([b"ab", b"", b"\xff"])
     assert tokens.tolist() == [97, 98, END_OF_TEXT, END_OF_TEXT, 255, END_OF_TEXT]
     assert tokens.dtype == np.uint16
@@ -23,7 +23,7 @@ def test_the_corpus_is_large_and_the_split_is_by_file():
     assert (held_out == END_OF_TEXT).sum() == -(-files // HELD_OUT_EVERY)
 
 
-def test_installed_packages_and_tests_are_left_out(tmp_path):
+def test_installed_packages_and_tests_are_skipped(tmp_path):
     for name in ("a.py", "site-packages/b.py", "json/c.py", "test/d.py", "e.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("")

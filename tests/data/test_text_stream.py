@@ -1,4 +1,4 @@
-"""Text as it is generated: whole characters only, and nothing lost."""
+"""Streaming detokenization: complete characters only, and nothing lost."""
 
 import pytest
 from hypothesis import given, settings
@@ -22,33 +22,33 @@ def streamed(tokenizer, ids, stop=()) -> list[str]:
 def tokenizer(request, real_data):
     if request.param == "bytes":
         return BYTES
-    if request.param == "bpe":  # so few merges that most characters are several tokens
+    if request.param == "bpe":  # few merges, so that most characters are several tokens
         found = train_bpe(iter([TEXT] * 3), 280)
     else:
         found = load_tokenizer(str(real_data(request.param)), None)
     return PreTrainedTokenizerFast(tokenizer_object=found.backend)
 
 
-def test_pieces_are_whole_characters_and_the_whole_text(tokenizer):
+def test_streamed_strings_are_whole_characters_and_join_to_the_text(tokenizer):
     pieces = streamed(tokenizer, tokenizer(TEXT).input_ids)
     assert "".join(pieces) == TEXT
     assert not any("\ufffd" in piece for piece in pieces)
     assert pieces[-1] == ""
-    assert sum(piece != "" for piece in pieces) > 10, "it does not wait for the end"
+    assert sum(piece != "" for piece in pieces) > 10, "streams before the end"
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 255), max_size=30))
-def test_any_bytes_give_what_decoding_them_at_once_gives(ids):
+def test_any_bytes_equal_decoding_them_at_once(ids):
     assert "".join(streamed(BYTES, ids)) == BYTES.decode(ids)
 
 
-def test_a_broken_character_at_the_end_is_shown_as_such():
+def test_an_incomplete_character_at_the_end_is_replaced():
     ids = [*"a日".encode()][:-1]
     assert streamed(BYTES, ids) == ["a", "", "", "\ufffd"]
 
 
-def test_a_tokenizer_in_python_streams_the_same_text():
+def test_a_python_tokenizer_streams_the_same_text():
     from transformers import ByT5Tokenizer
 
     tokenizer, text = ByT5Tokenizer(), "naïve 日本語"
@@ -59,11 +59,11 @@ def test_a_tokenizer_in_python_streams_the_same_text():
     assert "".join(streamed(tokenizer, ids, stop=("日",))) == "naïve "
 
 
-def test_end_of_text_is_no_text():
+def test_end_of_text_is_skipped():
     assert streamed(BYTES, [97, END_OF_TEXT, 98]) == ["a", "", "b", ""]
 
 
-def test_what_may_begin_a_stop_sequence_waits():
+def test_the_beginning_of_a_stop_sequence_is_held_back():
     pieces = streamed(BYTES, [*b"a--b-->c"], stop=["-->"])
     assert pieces == ["a", "", "", "--b", "", "", "", "", ""]
     assert streamed(BYTES, [*b"a--"], stop=["-->"]) == ["a", "", "", "--"]
@@ -76,8 +76,8 @@ def test_what_may_begin_a_stop_sequence_waits():
     st.text("ab日🙂", max_size=30),
     st.lists(st.text("ab日🙂", min_size=1, max_size=4), max_size=3),
 )
-def test_text_ends_before_the_stop_sequence_that_is_complete_first(text, stops):
-    """Compared with a search after each character; of those complete together, the longest."""
+def test_text_ends_before_the_first_complete_stop_sequence(text, stops):
+    """Against a search after each character; the longest of those that end together counts."""
     ends = [
         (end, start)
         for end in range(len(text) + 1)
@@ -88,7 +88,7 @@ def test_text_ends_before_the_stop_sequence_that_is_complete_first(text, stops):
     assert "".join(streamed(BYTES, [*text.encode()], stops)) == kept
 
 
-def test_a_long_stop_text_costs_no_more_than_what_it_is_compared_with():
-    """At once; compared with the whole of the stop text it would take many minutes."""
+def test_a_long_stop_sequence_is_fast():
+    """Comparing with all of the stop sequence would take minutes."""
     ids = BYTES("aab" * 30).input_ids
     assert "".join(streamed(BYTES, ids, stop=("a" * 1_000_000,))) == "aab" * 30

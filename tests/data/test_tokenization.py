@@ -1,4 +1,4 @@
-"""Encoding in processes: in order, and never far ahead of what is written."""
+"""Encoding in several processes: in order, with a limited number of chunks in flight."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from tokenformer.data.tokenization import Chunk, TokenizerEncoder, encode_chunks
 from tokenformer.data.tokenizer import load_tokenizer
 
 
-def test_chunks_come_in_order_and_few_are_under_way(tmp_path):
+def test_chunks_are_in_order_and_few_are_in_flight(tmp_path):
     load_tokenizer("bytes", None).save(tmp_path / "tokenizer")
     file: Path = tmp_path / "tokenizer" / "tokenizer.json"
     encoder = TokenizerEncoder(file, end_of_text=256, dtype=np.dtype("<u2"))

@@ -1,4 +1,4 @@
-"""Corpora encoded by a tokenizer: its own ids, whatever pieces and processes they went through."""
+"""Corpora encoded with a tokenizer: the same ids for any number of blocks and processes."""
 
 import json
 
@@ -19,7 +19,7 @@ WORDS = [
 
 @pytest.fixture(scope="module")
 def python_sources() -> bytes:
-    """A megabyte of real text with runs of spaces and blank lines, which tokenizers join."""
+    """A megabyte of real text with runs of spaces and blank lines, which tokenizers merge."""
     import sysconfig
     from pathlib import Path
 
@@ -36,7 +36,7 @@ def run(corpus, out, workers=1, **options) -> Corpus:
     return Corpus(out)
 
 
-def test_pieces_and_processes_give_the_ids_of_the_whole(tmp_path, real_data, python_sources):
+def test_blocks_and_processes_give_the_ids_of_the_whole_text(tmp_path, real_data, python_sources):
     file = real_data("tokenizer/20B_tokenizer.json")
     (tmp_path / "long.py").write_bytes(python_sources)
     one, two = (
@@ -74,7 +74,7 @@ def test_a_bpe_trained_on_the_corpus(tmp_path):
     assert sorted(decoded.split("<|endoftext|>")[:-1]) == sorted(WORDS)
 
 
-def test_a_text_that_spells_a_special_token_is_text(tmp_path):
+def test_text_that_spells_a_special_token_is_ordinary_text(tmp_path):
     (tmp_path / "a.txt").write_text("before <|endoftext|> after")
     corpus = run(
         tmp_path / "a.txt", tmp_path / "out", tokenizer="bpe", vocab_size=300, validation=0
@@ -116,7 +116,7 @@ def test_a_tokenizer_folder_and_a_large_vocabulary(tmp_path):
         ({"tokenizer": "no/such/thing"}, r"--tokenizer: no no/such/thing \(pass bytes, bpe"),
     ],
 )
-def test_tokenizers_that_cannot_be_are_one_clear_line(tmp_path, monkeypatch, options, message):
+def test_invalid_tokenizers_are_one_line_errors(tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(DataError, match=message) as raised:
@@ -125,7 +125,7 @@ def test_tokenizers_that_cannot_be_are_one_clear_line(tmp_path, monkeypatch, opt
 
 
 def test_the_byte_tokenizer_is_saved_as_transformers_saves_it(tmp_path):
-    """`prepare` writes the folder without importing transformers; it loads as the same."""
+    """`prepare` writes the folder without importing transformers."""
     byte_tokenizer().save_pretrained(tmp_path / "theirs")
     load_tokenizer("bytes", None).save(tmp_path / "ours")
     theirs, ours = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("theirs", "ours"))

@@ -1,4 +1,4 @@
-"""Models for benchmarks, and what keeps tests of local files off the network."""
+"""A model for benchmarks, and a fixture that refuses network connections."""
 
 import socket
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from tokenformer.data.byte_tokenizer import VOCAB_SIZE
 
 @pytest.fixture
 def byte_model(make_model: Callable[..., Any]) -> Any:
-    """Over bytes, in float64, long enough for most of the benchmarks' items."""
+    """A float64 byte-level model with a context for most benchmark items."""
     return make_model("tokenformer", vocab_size=VOCAB_SIZE, max_position_embeddings=512)
 
 

@@ -1,4 +1,4 @@
-"""Files of benchmarks as users may have them: found by name, read in every layout, or refused."""
+"""Local benchmark files: found by name, read in every format, or refused."""
 
 import json
 
@@ -44,13 +44,13 @@ def test_files_are_found_by_task_and_split(task, name, tmp_path):
     assert find_file(BENCHMARKS[task], tmp_path) == path
 
 
-def test_the_folder_itself_goes_before_folders_in_it(tmp_path):
+def test_a_folder_takes_precedence_over_its_subfolders(tmp_path):
     write(tmp_path / "old" / "piqa_valid.jsonl", {})
     path = write(tmp_path / "piqa_valid.jsonl", {})
     assert find_file(BENCHMARKS["piqa"], tmp_path) == path
 
 
-def test_what_is_missing_is_named_with_what_was_looked_for(tmp_path):
+def test_the_error_for_a_missing_file_lists_the_names_tried(tmp_path):
     with pytest.raises(DataError) as error:
         find_file(BENCHMARKS["hellaswag"], tmp_path)
     assert str(error.value) == (
@@ -59,7 +59,7 @@ def test_what_is_missing_is_named_with_what_was_looked_for(tmp_path):
     )
 
 
-def test_three_layouts_of_arc_are_one(tmp_path):
+def test_three_formats_of_arc_give_the_same_rows(tmp_path):
     texts, labels = ARC["choices"]["text"], ARC["choices"]["label"]
     choices = [{"text": t, "label": label} for t, label in zip(texts, labels, strict=True)]
     published = {
@@ -72,7 +72,7 @@ def test_three_layouts_of_arc_are_one(tmp_path):
     assert list(read_rows(BENCHMARKS["arc_easy"], path)) == [ARC] * 3
 
 
-def test_labels_come_from_a_file_beside_or_from_the_rows(tmp_path):
+def test_labels_come_from_a_separate_file_or_from_the_rows(tmp_path):
     rows = [{"goal": "g", "sol1": "a", "sol2": "b"}, {"goal": "h", "sol1": "c", "sol2": "d"}]
     path = write(tmp_path / "valid.jsonl", *rows)
     (tmp_path / "valid-labels.lst").write_text("1\n0\n")
@@ -111,7 +111,7 @@ def test_labels_come_from_a_file_beside_or_from_the_rows(tmp_path):
         ),
     ],
 )
-def test_a_row_that_is_none_is_named(task, row, named, tmp_path):
+def test_an_invalid_row_is_an_error_that_names_its_line(task, row, named, tmp_path):
     path = write(tmp_path / "file.jsonl", row)
     with pytest.raises(DataError) as error:
         list(read_rows(BENCHMARKS[task], path))
@@ -119,7 +119,7 @@ def test_a_row_that_is_none_is_named(task, row, named, tmp_path):
     assert str(path) in str(error.value)
 
 
-def test_files_that_are_none_are_refused(tmp_path):
+def test_empty_and_invalid_files_are_refused(tmp_path):
     path = tmp_path / "piqa.jsonl"
     path.write_text("")
     with pytest.raises(DataError, match="is empty"):

@@ -1,4 +1,4 @@
-"""Perplexity against direct computation: every token once, with the context it was promised."""
+"""Perplexity against a direct computation: every token once, with enough context."""
 
 import math
 
@@ -26,7 +26,7 @@ def tokens():
 
 
 def direct(model, tokens, length, stride):
-    """Token by token: the log-probability of each after its own context, in one call each."""
+    """Score token by token, one forward pass each."""
     ids = [START, *tokens.tolist()]
     nats, begin, scored = 0.0, 0, 0
     for place in range(len(tokens)):
@@ -74,12 +74,12 @@ def test_every_token_is_scored_once_with_its_context(count):
 
 
 def test_progress_reaches_the_end(model, tokens):
-    heard = []
+    reported = []
     measure_perplexity(
-        model, TokenizedText(tokens, 1, 1), start=0, length=8, on_tokens=heard.append
+        model, TokenizedText(tokens, 1, 1), start=0, length=8, on_tokens=reported.append
     )
-    assert heard == sorted(heard)
-    assert heard[-1] == len(tokens)
+    assert reported == sorted(reported)
+    assert reported[-1] == len(tokens)
 
 
 def test_refuses_an_empty_text_and_a_stride_that_would_leave_gaps(model, tokens):
@@ -89,9 +89,7 @@ def test_refuses_an_empty_text_and_a_stride_that_would_leave_gaps(model, tokens)
         measure_perplexity(model, TokenizedText(tokens[:0], 0, 0), start=0, length=8)
 
 
-def test_windows_beyond_learned_positions_are_refused_and_beyond_rotary_ones_are_not(
-    make_model, tokens
-):
+def test_windows_may_exceed_rotary_but_not_learned_positions(make_model, tokens):
     text, windows = TokenizedText(tokens, 1, 1), {"start": START, "length": 80}
     assert measure_perplexity(make_model("tokenformer"), text, **windows).tokens == len(tokens)
     theirs = GPT2LMHeadModel(
@@ -102,11 +100,11 @@ def test_windows_beyond_learned_positions_are_refused_and_beyond_rotary_ones_are
             measure_perplexity(learned, text, **windows)
 
 
-def test_a_perplexity_beyond_floats_is_infinite():
+def test_a_perplexity_that_overflows_is_infinite():
     assert Perplexity(nats=1e6, tokens=10, bytes=10, words=1).word_perplexity == math.inf
 
 
-def test_words_are_counted_across_the_parts_that_are_decoded():
+def test_words_are_counted_across_decoded_parts():
     text = "naïve café  and\nmore words " * (DECODE_TOKENS // 20)
     tokens = np.frombuffer(text.encode(), dtype=np.uint8)
     assert len(tokens) > DECODE_TOKENS

@@ -15,7 +15,7 @@ def test_responses_are_read_back_exactly_and_deleted_at_the_end(tmp_path):
     cache = ResponseCache(path)
     assert cache.get("a") is None
     cache.add("a", RESPONSES)
-    again = ResponseCache(path)  # while the first still has it open: as after a kill
+    again = ResponseCache(path)  # while the first is still open, as after a kill
     assert again.get("a") == RESPONSES
     assert isinstance(again.get("a")[0][1], bool)
     again.delete()

@@ -50,7 +50,7 @@ def log_likelihood(model, context, continuation):
 
 
 @pytest.mark.parametrize("task", BENCHMARKS)
-def test_a_model_scores_what_is_computed_by_hand(task, tasks, data, byte_model, tmp_path):
+def test_scores_equal_a_direct_computation(task, tasks, data, byte_model, tmp_path):
     limit, accuracy = 4, BENCHMARKS[task].metric
     by_hand = items(task, data, limit)
     answers = [[log_likelihood(byte_model, *pair) for pair in item.requests] for item in by_hand]
@@ -83,7 +83,7 @@ def test_a_model_scores_what_is_computed_by_hand(task, tasks, data, byte_model, 
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "opt", "mamba"])
-def test_models_that_are_not_ours(family, tasks, data, tmp_path):
+def test_other_architectures(family, tasks, data, tmp_path):
     """The architectures of the paper's baselines: Pythia, OPT and Mamba."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -102,7 +102,7 @@ def test_models_that_are_not_ours(family, tasks, data, tmp_path):
 
 
 def uniform(make_config, vocab_size):
-    """A TokenFormer whose embedding, and so its tied output head, is zero."""
+    """A TokenFormer whose embedding and tied output head are zero."""
     import tokenformer
 
     shape = {"hidden_size": 8, "num_attention_heads": 1, "max_position_embeddings": 2048}
@@ -170,7 +170,7 @@ def test_uniform_logits_on_hundreds_of_items(
     check_uniform(task, load_tasks([task], whole), whole, model, neox_tokenizer, 300, tmp_path)
 
 
-def test_contexts_that_lose_their_beginning_are_counted(tasks, data, make_model, tmp_path):
+def test_truncated_contexts_are_counted(tasks, data, make_model, tmp_path):
     model = make_model("tokenformer", vocab_size=257, max_position_embeddings=100)
     harness_model = HarnessModel(model, byte_tokenizer(), tmp_path)
     score_task(tasks["winogrande"], harness_model, 10)
@@ -179,7 +179,7 @@ def test_contexts_that_lose_their_beginning_are_counted(tasks, data, make_model,
 
 
 @pytest.mark.parametrize("context", ["", "Q", "Question: " * 9], ids=len)
-def test_an_answer_longer_than_the_model_reads_is_scored_in_windows(context, make_model, tmp_path):
+def test_a_continuation_longer_than_the_context_is_scored_in_windows(context, make_model, tmp_path):
     from lm_eval.api.instance import Instance
 
     model = make_model("tokenformer", vocab_size=257, max_position_embeddings=32)
@@ -192,7 +192,7 @@ def test_an_answer_longer_than_the_model_reads_is_scored_in_windows(context, mak
     ids = ids if context else [END_OF_TEXT, *ids]
     expected, spaces = 0.0, len(context) - len(context.rstrip())  # they belong to the answer
     for place in range(len(ids) - len(answer) - spaces, len(ids)):
-        # Targets 1 .. 32 have the first window; then 16 at a time end a window of 32.
+        # The first window has targets 1 .. 32, each further one 16 new targets.
         end = 32 if place <= 32 else min(len(ids) - 1, 32 + 16 * -(-(place - 32) // 16))
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([ids[end - 32 : place]])).logits[0, -1]
@@ -203,7 +203,7 @@ def test_an_answer_longer_than_the_model_reads_is_scored_in_windows(context, mak
     assert harness_model.truncated == 1
 
 
-def test_batches_change_nothing_that_matters(tasks, byte_model, tmp_path):
+def test_scores_do_not_depend_on_batches(tasks, byte_model, tmp_path):
     """Default batches, batches of two, and halved batches after running out of memory."""
     whole = HarnessModel(byte_model, byte_tokenizer(), tmp_path / "whole")
     pairs = HarnessModel(byte_model, byte_tokenizer(), tmp_path / "pairs", batch_size=2)
@@ -220,10 +220,10 @@ def test_batches_change_nothing_that_matters(tasks, byte_model, tmp_path):
     found = [score_task(tasks["arc_easy"], model, 5) for model in (whole, pairs, halves)]
     assert found[0] == found[1] == found[2]
     assert sorted(sizes) == [5, 5, 5, 5, 10, 10, 20]
-    heard = []
-    pairs.on_requests = lambda done, of: heard.append((done, of))
+    reported = []
+    pairs.on_requests = lambda done, of: reported.append((done, of))
     score_task(tasks["arc_easy"], pairs, 5)
-    assert heard == [(done, 20) for done in range(2, 21, 2)]
+    assert reported == [(done, 20) for done in range(2, 21, 2)]
 
 
 def test_only_the_six_tasks_can_be_read_from_local_files(data):
@@ -231,7 +231,7 @@ def test_only_the_six_tasks_can_be_read_from_local_files(data):
         load_tasks(["sciq"], data)
 
 
-def test_end_of_text_stands_before_an_empty_context(byte_model, tmp_path):
+def test_an_empty_context_is_end_of_text(byte_model, tmp_path):
     from lm_eval.api.instance import Instance
 
     harness_model = HarnessModel(byte_model, byte_tokenizer(), tmp_path)
@@ -252,14 +252,14 @@ def test_a_tokenizer_without_special_tokens_is_refused(byte_model, tmp_path):
 
 def test_a_perplexity_that_overflows_is_an_error(tasks, byte_model, tmp_path):
     with torch.no_grad():
-        byte_model.get_input_embeddings().weight.mul_(1e4)  # and so the tied output head
+        byte_model.get_input_embeddings().weight.mul_(1e4)  # and the tied output head
     harness_model = HarnessModel(byte_model, byte_tokenizer(), tmp_path)
     with pytest.raises(DataError, match="lambada_openai: the perplexity overflows"):
         score_task(tasks["lambada_openai"], harness_model, 2)
 
 
 def test_whole_documents_and_generated_text(byte_model, tmp_path):
-    """The other kinds of request that tasks of lm-eval make."""
+    """The other request types of lm-eval."""
     from lm_eval.api.instance import Instance
 
     harness_model = HarnessModel(byte_model, byte_tokenizer(), tmp_path)

@@ -11,7 +11,7 @@ from tokenformer.evaluate.tokenized_text import load_text
 
 @pytest.fixture
 def corpus(tmp_path):
-    """A BPE of as many ids as there are bytes, in another order."""
+    """A corpus with a BPE of as many ids as the byte tokenizer, in another order."""
     (tmp_path / "text.txt").write_text("some words to measure on\n" * 40)
     out = tmp_path / "corpus"
     options = ["--tokenizer", "bpe", "--vocab_size", str(VOCAB_SIZE), "--validation", "0.5"]
@@ -24,10 +24,10 @@ def test_a_corpus_of_another_tokenizer_is_refused(corpus):
         load_text(corpus, None, None, byte_tokenizer(), VOCAB_SIZE)
     with pytest.raises(DataError, match="has a vocabulary of 257, the model one of 256"):
         load_text(corpus, None, None, byte_tokenizer(), VOCAB_SIZE - 1)
-    assert open_corpus(corpus, None, VOCAB_SIZE).splits  # nothing to compare with
+    assert open_corpus(corpus, None, VOCAB_SIZE).splits  # no tokenizer to compare with
 
 
-def test_a_tokenizer_that_has_learned_new_tokens_still_fits(corpus):
+def test_a_tokenizer_with_added_tokens_is_accepted(corpus):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(corpus / "tokenizer")

@@ -169,7 +169,7 @@ def find_text_sources(options: PrepareOptions, on_message: Callable[[str], None]
     sources = [source for source in found if len(found) == 1 or not is_binary(source)]
     if skipped := [source.name for source in found if source not in sources]:
         more = ", ..." if len(skipped) > 5 else ""
-        on_message(f"skipped {len(skipped)} binary files: {', '.join(skipped[:5])}{more}")
+        on_message(f"skipped binary files ({len(skipped)}): {', '.join(skipped[:5])}{more}")
     if not sources:
         raise DataError(f"{options.corpus} holds no text, jsonl or parquet file")
     if options.validation is not None and any(s.split == "validation" for s in sources):
