@@ -1,7 +1,8 @@
 """Run commands in forked processes, which saves the seconds of imports.
 
 The campaign imports torch and tokenformer once, stays single-threaded and runs no tensor operation
-itself, so that a fork is like a new interpreter after its imports. `kills` checks this against `python -m tokenformer train`.
+itself, so that a fork is like a new interpreter after its imports. `kills` checks this against
+`python -m tokenformer train`.
 """
 
 import os

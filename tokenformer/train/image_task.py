@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from tokenformer.data.augmentation_options import AugmentationOptions
 from tokenformer.data.image_batches import ImageBatch, ImageReader, LazyBatch
 from tokenformer.models.accounting import image_training_flops
+from tokenformer.models.vision import VisionModelForImageClassification
 from tokenformer.train.memory import least_activation_bytes
 
 
@@ -18,7 +18,7 @@ class ClassificationLoss(nn.Module):
     """A classifier with its loss: maps a batch to its summed cross-entropy in nats and, in eval
     mode, the number of correctly classified images."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: VisionModelForImageClassification) -> None:
         super().__init__()
         self.model = model
 
@@ -33,7 +33,7 @@ class ClassificationLoss(nn.Module):
 
 @dataclass
 class ImageTask:
-    model: Any
+    model: VisionModelForImageClassification
     pictures: ImageReader
     held_out: ImageReader | None
     """None for a run without validation."""

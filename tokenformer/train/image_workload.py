@@ -14,6 +14,7 @@ from tokenformer.models.configuration import (
 from tokenformer.models.image_processing import TokenformerImageProcessor
 from tokenformer.models.loading import load_for_training
 from tokenformer.models.model_classes import MODEL_CLASSES, build_on_meta
+from tokenformer.models.vision import VisionModelForImageClassification
 from tokenformer.train.image_task import ImageTask
 from tokenformer.train.options import Recipe
 from tokenformer.train.recipe_inputs import check_model_options
@@ -52,7 +53,7 @@ class ImageWorkload:
             self.train, self.held_out = splits.train, splits.held_out
         self.classes = self.train.classes
 
-    def first_model(self) -> Any:
+    def first_model(self) -> VisionModelForImageClassification:
         """Return the initial model: on the meta device, or loaded from `start_from`."""
         options = self.recipe.model
         config_class = IMAGE_FAMILIES[options.family]
@@ -84,7 +85,7 @@ class ImageWorkload:
             "label2id": {name: index for index, name in enumerate(self.classes)},
         }
 
-    def load(self, folder: str, model_class: Any) -> Any:
+    def load(self, folder: str, model_class: Any) -> VisionModelForImageClassification:
         """Load a trained model and give it the class names of these images."""
         model = load_for_training(model_class, folder)
         if model.config.num_labels != len(self.classes):
@@ -98,14 +99,14 @@ class ImageWorkload:
     def token_batches(self) -> None:
         """There is no text to learn growth on."""
 
-    def preprocessor(self, model: Any) -> TokenformerImageProcessor:
+    def preprocessor(self, model: VisionModelForImageClassification) -> TokenformerImageProcessor:
         """Return the image processor to export with the model."""
         config: VisionConfig = model.config
         return TokenformerImageProcessor.for_size(
             config.image_size, config.num_channels, crop_share=self.recipe.data.crop_share
         )
 
-    def task(self, model: Any) -> ImageTask:
+    def task(self, model: VisionModelForImageClassification) -> ImageTask:
         if model.config.num_labels < len(self.classes):
             raise DataError(
                 f"the model has {model.config.num_labels} classes, the images have "
@@ -119,7 +120,7 @@ class ImageWorkload:
             seed=self.recipe.run.seed,
         )
 
-    def reader(self, pictures: ImageSet, model: Any) -> ImageReader:
+    def reader(self, pictures: ImageSet, model: VisionModelForImageClassification) -> ImageReader:
         return ImageReader(
             pictures,
             self.preprocessor(model),

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from tokenformer.errors import TokenformerError
+from tokenformer.models.block_configuration import BlockConfig
 from tokenformer.train.options import RunOptions
 
 FLOAT_BYTES = 4
@@ -22,7 +22,7 @@ class OutOfMemoryError(TokenformerError):
     exit_code = 1
 
 
-def least_activation_bytes(config: Any, length: int) -> int:
+def least_activation_bytes(config: BlockConfig, length: int) -> int:
     """Return a lower bound on the bytes that one sequence keeps for the backward pass in fp32: the
     inputs of norms and projections, and the queries, keys, values and outputs of attention. The
     rest depends on the backend, see `models.accounting`."""

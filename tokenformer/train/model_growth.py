@@ -59,7 +59,7 @@ def grow_model_folder(
 
 
 def growth_arguments(
-    config: Any, options: GrowthOptions, batches: Iterable[Tensor] | None
+    config: BlockConfig, options: GrowthOptions, batches: Iterable[Tensor] | None
 ) -> dict[str, Any]:
     """Return the keyword arguments that apply to a model of `config`."""
     arguments = {"seed": options.seed, **options.sizes}
@@ -70,7 +70,7 @@ def growth_arguments(
     return arguments
 
 
-def target(to: str | None, config: Any) -> Any:
+def target(to: str | None, config: BlockConfig) -> Any:
     """Return the preset to grow to, or the configuration of the model in folder `to`."""
     if to is None or not is_local(to):
         return to

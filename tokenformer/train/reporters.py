@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,9 @@ def tracker(name: str, folder: Path, config: dict[str, Any]) -> Iterator[Report]
         library.finish()
 
 
-def reporter(name: str, folder: Path, config: dict[str, Any], first_step: int) -> Any:
+def reporter(
+    name: str, folder: Path, config: dict[str, Any], first_step: int
+) -> AbstractContextManager[Report]:
     return (
         tensorboard(folder, config, first_step)
         if name == "tensorboard"

@@ -8,7 +8,7 @@ from, so a run killed at any moment ends with the same results as an uninterrupt
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -35,7 +35,7 @@ from tokenformer.train.options import Recipe
 from tokenformer.train.parallel.distribute import max_over_ranks
 from tokenformer.train.parallel.ranks import Ranks
 from tokenformer.train.recipe import RecipeError
-from tokenformer.train.reporters import check_reporters, reporter
+from tokenformer.train.reporters import Report, check_reporters, reporter
 from tokenformer.train.run_record import (
     CHECKPOINTS,
     LOSS_PLOT,
@@ -155,7 +155,7 @@ class Run:
                 "lower optimizer.learning_rate or lengthen schedule.warmup_steps"
             )
 
-    def reporters(self) -> list[Any]:
+    def reporters(self) -> list[AbstractContextManager[Report]]:
         if not self.ranks.first:
             return []
         config, step = asdict(self.recipe), self.loop.progress.step + 1

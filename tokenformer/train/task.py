@@ -10,10 +10,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
 
 from tokenformer.data.batches import fixed_batches, sample_batch
 from tokenformer.data.corpus import TokenSequence
 from tokenformer.models.accounting import training_flops
+from tokenformer.models.language import LanguageModelForCausalLM
 from tokenformer.train.loss import chunked_cross_entropy
 from tokenformer.train.memory import least_activation_bytes
 
@@ -29,7 +31,7 @@ class Batch(Protocol):
 
 
 class Task(Protocol):
-    model: Any
+    model: PreTrainedModel
     """The Hugging Face model to save, load and export."""
     module: nn.Module
     """Maps a batch to the sum of its losses; wrapped by DDP or FSDP. In eval mode it may return
@@ -64,7 +66,7 @@ class Task(Protocol):
 class NextTokenLoss(nn.Module):
     """A causal language model with its loss: maps token ids [B, T + 1] to the summed loss."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: LanguageModelForCausalLM) -> None:
         super().__init__()
         self.model = model
 
@@ -76,7 +78,7 @@ class NextTokenLoss(nn.Module):
 
 @dataclass
 class LanguageTask:
-    model: Any
+    model: LanguageModelForCausalLM
     tokens: TokenSequence
     validation_tokens: TokenSequence | None
     """None for a run without validation."""

@@ -12,6 +12,7 @@ from tokenformer.data.corpus import open_corpus
 from tokenformer.data.tokenizer import tokenizer_from_file
 from tokenformer.errors import DataError
 from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
+from tokenformer.models.language import LanguageModelForCausalLM
 from tokenformer.models.loading import load_for_training
 from tokenformer.models.model_classes import MODEL_CLASSES, build_on_meta
 from tokenformer.train.options import Recipe
@@ -38,7 +39,7 @@ class TextWorkload:
             self.corpus.tokenizer, trust_remote_code=False
         )
 
-    def first_model(self) -> Any:
+    def first_model(self) -> LanguageModelForCausalLM:
         """Return the initial model: on the meta device, or loaded from `start_from`."""
         options = self.recipe.model
         config_class = TEXT_FAMILIES[options.family]
@@ -60,7 +61,7 @@ class TextWorkload:
         check_model_options(options.options, config_class)
         return build_on_meta(config)
 
-    def load(self, folder: str, model_class: Any) -> Any:
+    def load(self, folder: str, model_class: Any) -> LanguageModelForCausalLM:
         model = load_for_training(model_class, folder)
         file = Path(folder) / "tokenizer.json"
         tokenizer = tokenizer_from_file(file) if file.exists() else None
@@ -82,11 +83,11 @@ class TextWorkload:
                 mode=data.order,
             )[:, :-1]
 
-    def preprocessor(self, model: Any) -> Any:
+    def preprocessor(self, model: LanguageModelForCausalLM) -> Any:
         """Return the tokenizer to export with the model."""
         return self.tokenizer
 
-    def task(self, model: Any) -> LanguageTask:
+    def task(self, model: LanguageModelForCausalLM) -> LanguageTask:
         if self.corpus.vocab_size > model.config.vocab_size:
             raise DataError(
                 f"{self.corpus.folder} has a vocabulary of {self.corpus.vocab_size}, the model one "

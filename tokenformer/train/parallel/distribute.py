@@ -6,7 +6,7 @@ shard the tokens of every layer.
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,7 +96,7 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     return list(model.model.model.layers)
 
 
-def gradient_sync(module: nn.Module, enabled: bool) -> Any:
+def gradient_sync(module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
     """Return a context for forward and backward of a micro-batch; gradients are exchanged between
     the ranks only if `enabled`, at the last micro-batch of a step."""
     if isinstance(module, FSDPModule):
