@@ -1,4 +1,4 @@
-"""Small models of both families, for every test that needs one."""
+"""Fixtures for all tests: small models of both families, seeds, real data, a timeout."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 # Read when torch is imported, here and in the processes that tests start. Small tensors gain
-# nothing from threads, and test workers that fight for the cores are ten times slower.
+# nothing from threads, and test workers that compete for cores are ten times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).parent.parent
@@ -25,7 +25,7 @@ LONGEST, LONGEST_SLOW = 1800, 5400  # seconds that a test may take on a busy mac
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
-    """A test that hangs fails, whatever it waits for: an alarm interrupts it."""
+    """Interrupt a test that hangs with an alarm, so that it fails."""
     if threading.current_thread() is not threading.main_thread():
         return (yield)
     seconds = LONGEST_SLOW if item.get_closest_marker("slow") else LONGEST
@@ -79,7 +79,7 @@ def make_config() -> Callable[..., Any]:
 @pytest.fixture
 def make_model(make_config: Callable[..., Any], seed: int) -> Callable[..., Any]:
     """make_model(family, **options): in float64 and eval mode, with weights large enough that every
-    part of the network moves the logits; the published initialisation leaves a tiny model inert."""
+    part of the network affects the logits, unlike the published initialization of a tiny model."""
     import torch
 
     import tokenformer
@@ -100,7 +100,7 @@ def make_model(make_config: Callable[..., Any], seed: int) -> Callable[..., Any]
 
 @pytest.fixture(scope="session")
 def real_data() -> Callable[[str], Path]:
-    """real_data("text/enwik8.gz"): a file under TOKENFORMER_DATA; where it is absent, a skip."""
+    """real_data("text/enwik8.gz"): a file in TOKENFORMER_DATA; the test is skipped without it."""
     folder = Path(os.environ.get("TOKENFORMER_DATA", ROOT.parent / "shared" / "data"))
 
     def find(name: str) -> Path:

@@ -99,7 +99,7 @@ def test_masks(kv_heads):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-def test_a_mask_holds_on_top_of_the_causal_one(dtype):
+def test_a_mask_combines_with_the_causal_one(dtype):
     attention = build(is_causal=True)
     x = draw(2, 5, D)
     padding = torch.ones(2, 1, 1, 5, dtype=torch.bool)

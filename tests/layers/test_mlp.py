@@ -1,4 +1,4 @@
-"""The Transformer twin's feed-forward networks, and what a Pattention is beside them."""
+"""The feed-forward networks of the Transformer baselines, and Pattention compared with them."""
 
 import pytest
 import torch

@@ -10,7 +10,7 @@ NAMES = {"none": set(), "bias": {"bias"}, "weight": {"weight"}, "weight_bias": {
 SIZE = 24
 
 
-def drawn(norm: nn.Module) -> nn.Module:
+def randomized(norm: nn.Module) -> nn.Module:
     """Parameters at 1 and 0 would hide one that is never used."""
     with torch.no_grad():
         for parameter in norm.parameters():
@@ -38,9 +38,9 @@ def by_torch(norm: LayerNorm, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("eps", [1e-5, 1e-2])
 def test_agrees_with_torch(kind, parameters, eps):
     torch.manual_seed(0)
-    norm = drawn(NORMS[kind](SIZE, parameters=parameters, eps=eps, dtype=torch.float64))
+    norm = randomized(NORMS[kind](SIZE, parameters=parameters, eps=eps, dtype=torch.float64))
     assert {name for name, _ in norm.named_parameters()} == NAMES[parameters]
-    # Off centre, to tell the two norms apart, and in part so small that eps shows.
+    # Not centered, to distinguish the two norms, and partly so small that eps matters.
     x = (
         torch.randn(2, 5, SIZE, dtype=torch.float64) * torch.tensor([3.0, 1e-3])[:, None, None]
         + 0.1
@@ -54,8 +54,8 @@ def test_non_parametric_rows(kind):
     normed = NORMS[kind](SIZE, eps=0.0)(x)
     ones = torch.ones(7, dtype=torch.float64)
     torch.testing.assert_close(normed.square().mean(-1), ones)
-    centred = torch.allclose(normed.mean(-1), 0 * ones, atol=1e-12)
-    assert centred == (kind == "layer_norm")
+    centered = torch.allclose(normed.mean(-1), 0 * ones, atol=1e-12)
+    assert centered == (kind == "layer_norm")
 
 
 @pytest.mark.parametrize("parameters", NORM_PARAMETERS)
@@ -63,7 +63,7 @@ def test_non_parametric_rows(kind):
 def test_bfloat16(kind, parameters):
     torch.manual_seed(0)
     size = 4096  # long enough for a sum in bf16 to go wrong
-    norm = drawn(NORMS[kind](size, parameters=parameters, dtype=torch.bfloat16))
+    norm = randomized(NORMS[kind](size, parameters=parameters, dtype=torch.bfloat16))
     x = (torch.randn(3, size) + 1).bfloat16()
     normed = norm(x)
     assert normed.dtype == torch.bfloat16
@@ -73,7 +73,7 @@ def test_bfloat16(kind, parameters):
 
 @pytest.mark.parametrize("kind", NORMS)
 def test_gradients(kind):
-    norm = drawn(NORMS[kind](5, parameters="weight_bias", dtype=torch.float64))
+    norm = randomized(NORMS[kind](5, parameters="weight_bias", dtype=torch.float64))
     x = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
     weight, bias = norm.weight, norm.bias
     assert torch.autograd.gradcheck(lambda x, *_: norm(x), (x, weight, bias))

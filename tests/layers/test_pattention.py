@@ -1,4 +1,4 @@
-"""The Pattention layer in the place of nn.Linear: what users do to modules."""
+"""The Pattention layer as a replacement of nn.Linear."""
 
 import copy
 
@@ -122,16 +122,16 @@ def test_meta_device_then_reset():
 
 def test_deepcopy_is_independent():
     layer = Pattention(6, 4, 10, theta="gelu_l2", scale_tokens=3)
-    twin = copy.deepcopy(layer)
+    copied = copy.deepcopy(layer)
     x = torch.randn(5, 6)
-    assert torch.equal(twin(x), layer(x))
+    assert torch.equal(copied(x), layer(x))
     with torch.no_grad():
-        twin.key_tokens.zero_()
-    assert not twin(x).any()
+        copied.key_tokens.zero_()
+    assert not copied(x).any()
     assert layer(x).any()
 
 
-def test_repr_tells_sizes_theta_and_scale():
+def test_repr_shows_sizes_theta_and_scale():
     assert repr(Pattention(6, 4, 10, theta="softmax", scale_tokens=2.5)) == (
         "Pattention(in_features=6, out_features=4, num_tokens=10, theta='softmax', "
         "scale_tokens=2.5)"

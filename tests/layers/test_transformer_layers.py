@@ -1,4 +1,4 @@
-"""The encoder and decoder layers in the place of torch's own.
+"""The encoder and decoder layers as replacements of torch's.
 
 With torch's weights in linear projections our layers must give torch's numbers, whatever the mask
 convention; that is how the conventions are tested. The rest is tested with parameter tokens.
@@ -213,7 +213,9 @@ def test_whole_transformer_agrees_with_torch(batch_first):
             batch_first=batch_first,
             dtype=torch.float64,
         )
-        with torch.no_grad():  # nn.Transformer draws all matrices anew, in another order than ours
+        with (
+            torch.no_grad()
+        ):  # nn.Transformer reinitializes all matrices in another order
             for stack, layer in ((transformer.encoder, encoder), (transformer.decoder, decoder)):
                 for clone in stack.layers:
                     clone.load_state_dict(layer.state_dict())

@@ -1,4 +1,4 @@
-"""Accounting against what torch builds, counts and keeps: nothing here trusts the formulas."""
+"""Accounting against the parameters, FLOPs and saved tensors that torch reports."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -225,13 +225,13 @@ def kept_bytes(config: LanguageConfig, batch_size: int, length: int) -> int:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=difference)
-def test_activations_are_what_autograd_keeps(config: LanguageConfig) -> None:
+def test_activations_match_autograd(config: LanguageConfig) -> None:
     for batch_size, length in [(2, 40), (8, 9)]:
         expected = sum(activation_bytes(config, batch_size, length).values())
         assert expected == kept_bytes(config, batch_size, length)
 
 
-def test_state_is_what_adamw_holds() -> None:
+def test_state_matches_adamw() -> None:
     config = TokenformerConfig(**SMALL)
     model = build(config)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -247,7 +247,7 @@ def test_state_is_what_adamw_holds() -> None:
 
 
 @pytest.mark.parametrize("name", GROWTH_SIZES)
-def test_twin_of_a_growth_size_is_the_preset(name: str) -> None:
+def test_matching_transformer_of_a_growth_size_is_the_preset(name: str) -> None:
     config = TokenformerConfig.from_preset(name)
     assert matching_transformer(config).to_dict() == TransformerConfig.from_preset(name).to_dict()
     per_layer = TokenformerConfig.from_preset(name, ffn_tokens=[config.tokens("ffn", 0)] * 12)
@@ -257,7 +257,7 @@ def test_twin_of_a_growth_size_is_the_preset(name: str) -> None:
     )
 
 
-def test_twin_keeps_the_options_of_a_growth_size() -> None:
+def test_matching_transformer_keeps_the_options_of_a_growth_size() -> None:
     config = TokenformerConfig.from_preset("1.4b", vocab_size=512, norm_parameters="bias")
     preset = TransformerConfig.from_preset("1.4b", vocab_size=512, norm_parameters="bias")
     assert matching_transformer(config).to_dict() == preset.to_dict()
@@ -272,7 +272,7 @@ def test_twin_keeps_the_options_of_a_growth_size() -> None:
         {"qkv_tokens": 1, "output_tokens": 1, "ffn_tokens": 1, "vocab_size": 2},
     ],
 )
-def test_twin_has_the_nearest_parameter_count(changes: dict[str, Any]) -> None:
+def test_matching_transformer_has_the_closest_parameter_count(changes: dict[str, Any]) -> None:
     config = TokenformerConfig(**{**SMALL, **changes})
     found = matching_transformer(config)
     assert found.head_dim == config.head_dim

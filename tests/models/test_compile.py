@@ -69,7 +69,7 @@ def test_training_step_of_every_kind_is_one_graph(
 
 @torch.no_grad()
 def test_decoding_is_one_graph(make_model: Make, family: str) -> None:
-    """With a static cache; and a step with new ids at a new place is not compiled anew."""
+    """With a static cache; new ids at a new position do not recompile."""
     model = make_model(family)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     ids = torch.randint(61, (2, 12))

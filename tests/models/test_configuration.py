@@ -1,4 +1,4 @@
-"""Configurations refuse what they do not mean, and survive JSON."""
+"""Configurations refuse invalid options and survive JSON."""
 
 import json
 import logging
@@ -241,7 +241,7 @@ def test_scale_is_the_token_count_unless_given(make_config: Make) -> None:
         ("paper", {"hidden_act": "gelu_tanh", "positions": "none", "theta_eps": 1e-5}),
     ],
 )
-def test_variant_fills_what_was_left_open(
+def test_variant_fills_missing_options(
     make_config: Make, variant: str, implied: dict[str, Any]
 ) -> None:
     config = make_config("tokenformer", variant=variant)

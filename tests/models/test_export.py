@@ -1,4 +1,4 @@
-"""Exported models take other batch sizes and lengths than the example they were exported with."""
+"""Exported models accept other batch sizes and lengths than the example inputs."""
 
 from collections.abc import Callable
 from pathlib import Path

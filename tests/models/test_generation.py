@@ -1,4 +1,4 @@
-"""Decoding with a cache says what decoding without one says, token by token."""
+"""Decoding with a cache gives the tokens of decoding without one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +49,7 @@ def left_padded(rows: list[Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def greedy(model: Any, ids: Tensor, new: int = NEW) -> Tensor:
-    """The truth: the whole sequence anew for every token, no cache, no padding, no `generate`."""
+    """Greedy decoding by a full forward per token, without cache, padding or `generate`."""
     for _ in range(new):
         best = model(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
         ids = torch.cat((ids, best), dim=1)
@@ -110,22 +110,22 @@ def test_sampling_and_beams_do_not_depend_on_the_cache(make_model: Make, family:
         {"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5},
         {"do_sample": True, "num_beams": 2, "temperature": 2.0},
     ):
-        said = []
+        decoded = []
         for cache in ({"use_cache": False}, {"cache_implementation": "dynamic"}, {}):
             torch.manual_seed(5)
-            said.append(
+            decoded.append(
                 model.generate(**batch, **settings, **cache, max_new_tokens=9, pad_token_id=0)
             )
-        assert torch.equal(said[0], said[1])
-        assert torch.equal(said[0], said[2])
+        assert torch.equal(decoded[0], decoded[1])
+        assert torch.equal(decoded[0], decoded[2])
         if settings["do_sample"]:
             torch.manual_seed(6)
             other = model.generate(**batch, **settings, max_new_tokens=9, pad_token_id=0)
-            assert not torch.equal(other, said[0])
+            assert not torch.equal(other, decoded[0])
 
 
 @torch.no_grad()
-def test_beams_find_at_least_what_greed_finds(make_model: Make, family: str) -> None:
+def test_beam_search_is_at_least_as_good_as_greedy(make_model: Make, family: str) -> None:
     model = lively(make_model, family)
     ids = torch.randint(1, 61, (1, 5))
 
@@ -149,19 +149,19 @@ def test_beams_find_at_least_what_greed_finds(make_model: Make, family: str) -> 
 def test_generation_stops_at_the_end_of_a_document(make_model: Make, family: str) -> None:
     model = lively(make_model, family)
     ids = torch.randint(1, 61, (1, 5))
-    said = greedy(model, ids)[0, 5:].tolist()
+    decoded = greedy(model, ids)[0, 5:].tolist()
     # The first token that is not a repeat of an earlier one, so that it ends exactly there.
-    end = max(index for index, token in enumerate(said) if token not in said[:index])
+    end = max(index for index, token in enumerate(decoded) if token not in decoded[:index])
     assert end > 0
     ended = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=NEW,
         do_sample=False,
-        eos_token_id=said[end],
+        eos_token_id=decoded[end],
         pad_token_id=0,
     )
-    assert ended[0, 5:].tolist() == said[: end + 1]
+    assert ended[0, 5:].tolist() == decoded[: end + 1]
 
 
 @torch.no_grad()
@@ -179,9 +179,7 @@ def test_generation_from_embeddings(make_model: Make, family: str) -> None:
 
 
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
-def test_a_padding_mask_as_long_as_the_static_cache_says_the_same(
-    make_model: Make, positions: str
-) -> None:
+def test_a_padding_mask_as_long_as_the_static_cache(make_model: Make, positions: str) -> None:
     """A hand-written loop over a static cache gives one mask of the cache's length."""
     model = make_model("tokenformer", positions=positions)
     ids = torch.randint(1, 61, (2, 9))

@@ -242,8 +242,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 folder = {str(tmp_path)!r}
 model = AutoModelForCausalLM.from_pretrained(folder)
 tokenizer = AutoTokenizer.from_pretrained(folder)
-speak = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
-print(speak("So", max_new_tokens=9, do_sample=False, return_tensors=True)[0]["generated_token_ids"])
+write = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
+print(write("So", max_new_tokens=9, do_sample=False, return_tensors=True)[0]["generated_token_ids"])
 """
     run = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
@@ -290,5 +290,5 @@ def test_text_generation_pipeline(make_model: Make, family: str, tmp_path: Path)
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         for _ in range(6):
             ids = torch.cat((ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)), 1)
-        said = generator(prompt, return_tensors=True, **settings)[0]["generated_token_ids"]
-        assert list(said) == ids[0].tolist()
+        generated = generator(prompt, return_tensors=True, **settings)[0]["generated_token_ids"]
+        assert list(generated) == ids[0].tolist()

@@ -1,5 +1,5 @@
-"""The language models against their formula, written again here in plain PyTorch, and against the
-contract of a Hugging Face model."""
+"""The language models against their formula in plain PyTorch, and the interface of a Hugging Face
+model."""
 
 import math
 from collections.abc import Callable
@@ -95,7 +95,7 @@ def reference_attention(x: Tensor, weights: Weights, config: Any, layer: int) ->
 def reference_rotary(head: Tensor, config: Any) -> Tensor:
     """Channels i and i + r/2 of the first r are one complex number, turned by its position."""
     r = int(head.shape[-1] * config.rotary_fraction)
-    # The angles are in float32, as the released code has them whatever the model's dtype.
+    # The angles are float32 for any dtype of the model, as in the released code.
     steps = torch.arange(0, r, 2, dtype=torch.float32)
     frequencies = config.rotary_base ** (-steps / r)
     angles = torch.outer(torch.arange(len(head), dtype=torch.float32), frequencies)  # [T, r / 2]
@@ -240,9 +240,7 @@ def test_hidden_states_are_those_between_the_blocks(
 
 
 @pytest.mark.parametrize("key_value_heads", [4, 2])
-def test_eager_weights_explain_what_sdpa_computes(
-    make_model: Make, family: str, key_value_heads: int
-) -> None:
+def test_eager_weights_match_sdpa(make_model: Make, family: str, key_value_heads: int) -> None:
     model = make_model(family, num_key_value_heads=key_value_heads)
     ids = torch.randint(61, (2, 7))
     mask = torch.ones_like(ids)
@@ -299,7 +297,7 @@ def test_attention_is_chosen_by_name(
         model.set_attn_implementation("fastest")
 
 
-def test_loss_is_of_the_next_token_over_what_is_wanted(make_model: Make, family: str) -> None:
+def test_loss_is_of_the_next_token_where_labeled(make_model: Make, family: str) -> None:
     model = make_model(family).float()
     ids = torch.randint(61, (3, 8))
     labels = ids.clone()

@@ -1,4 +1,4 @@
-"""Model folders that are damaged, hostile or do not fit their configuration: one line each."""
+"""Damaged, hostile or inconsistent model folders give a one-line error."""
 
 import json
 import os
@@ -171,10 +171,10 @@ def test_commands_refuse_spoiled_folders(
         spoil(folder)
         with pytest.raises(SystemExit) as end:
             main(COMMANDS[command])
-        said = capsys.readouterr().err
-        assert end.value.code == 2, said
-        assert message in said
-        assert len(said.splitlines()) == 1
+        error_output = capsys.readouterr().err
+        assert end.value.code == 2, error_output
+        assert message in error_output
+        assert len(error_output.splitlines()) == 1
         assert not Path("new").exists()
         shutil.rmtree(folder)
         Path("whole").rename(folder)
@@ -195,8 +195,8 @@ def test_grow_refuses_a_target_of_another_kind(
     other.save_pretrained("other")
     with pytest.raises(SystemExit):
         main(["grow", "copied", "--to", "other", "--out", "new"])
-    said = capsys.readouterr().err.splitlines()
-    assert said[-1].endswith("other is a tokenformer_transformer model, not a tokenformer")
+    error_output = capsys.readouterr().err.splitlines()
+    assert error_output[-1].endswith("other is a tokenformer_transformer model, not a tokenformer")
 
 
 @pytest.mark.parametrize(
@@ -245,8 +245,8 @@ def test_a_cache_that_cannot_be_written_is_done_without(folder: Path, tmp_path: 
     load_tokenformer(folder)
 
 
-def test_folders_of_before_and_saved_anew_load(folder: Path) -> None:
-    """Without checksums or with stale ones of other files; saving writes them anew."""
+def test_older_folders_load_and_save_again(folder: Path) -> None:
+    """Without checksums, or with stale ones of other files; saving rewrites them."""
     (folder / CHECKSUMS).unlink()
     model = load_tokenformer(folder)
     edited = {"format": 1, "files": {"model-00001-of-00002.safetensors": {"size": 1, "sha256": ""}}}
@@ -300,7 +300,7 @@ def test_a_snapshot_of_the_hub_consists_of_links(shelf: Path, tmp_path: Path) ->
 
 
 def test_other_libraries_models_keep_their_ways(tmp_path: Path) -> None:
-    """Their files may hold what ours may not; only where they lie is checked."""
+    """Only the location of their files is checked."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=2))

@@ -78,7 +78,7 @@ def test_adapter_trains_saves_loads_and_merges(base: Any, tmp_path: Path, target
     assert report.max_output_change < 1e-5
 
 
-def test_what_does_not_work_is_said(base: Any) -> None:
+def test_unsupported_uses_are_refused(base: Any) -> None:
     """As docs/guides/lora.md has it; where peft learns one of these, the page should say so."""
     tokens = TARGETS["ffn"]
     with pytest.raises(ValueError, match="does not work with lora_dropout"):

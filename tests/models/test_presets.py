@@ -35,7 +35,7 @@ TRANSFORMERS = {
 
 
 def distinct_parameters(model: torch.nn.Module) -> int:
-    """Counted by hand: by name, a tied head once."""
+    """Counted by name, a tied head once."""
     distinct = {id(parameter): parameter for parameter in model.parameters()}
     return sum(parameter.numel() for parameter in distinct.values())
 
@@ -89,7 +89,7 @@ def test_unknown_preset_is_refused_with_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize("name", ["124m", "354m", "757m", "1.4b"])
-def test_a_swiglu_twin_has_about_the_same_parameters(name: str) -> None:
+def test_a_swiglu_baseline_has_about_the_same_parameters(name: str) -> None:
     """Exactly as many where 8 d / 3 is a multiple of 64, as for 768 and 2112; else a few more."""
     counts = []
     for mlp in ("gelu", "swiglu"):

@@ -1,4 +1,4 @@
-"""What a saved folder brings along: a card, checksums, and a stub for `trust_remote_code`."""
+"""A saved folder has a card, checksums and a stub for `trust_remote_code`."""
 
 import json
 import os
@@ -128,8 +128,8 @@ assert type(model).__module__ == "tokenformer.models.language", type(model)
 model.save_pretrained(again)
 assert sorted(os.listdir(again)) == sorted(set(os.listdir(folder)) - {TOKENIZER})
 model = AutoModelForCausalLM.from_pretrained(again, trust_remote_code=True)
-said = pipeline("text-generation", folder, trust_remote_code=True, device="cpu")
-assert type(said.model) is type(model)
+generator = pipeline("text-generation", folder, trust_remote_code=True, device="cpu")
+assert type(generator.model) is type(model)
 print("loaded")
 """
 
@@ -173,7 +173,7 @@ def test_with_the_import_the_stub_is_not_run(
     assert not ran.exists()
 
 
-def test_the_card_tells_the_history(
+def test_the_card_lists_the_history(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -221,7 +221,7 @@ def test_the_card_tells_the_history(
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as an upload asks for."""
+    """The part of the hub that an upload needs."""
 
     files: dict[str, bytes]
 
@@ -306,7 +306,7 @@ def test_an_upload_takes_them_along(model: Any, hub: dict[str, bytes], tmp_path:
 
 
 def test_the_weights_of_an_earlier_save_are_removed(model: Any, tmp_path: Path) -> None:
-    """A single file beside newer shards would be loaded, an index without shards would fail."""
+    """An old file next to newer shards would be loaded, an index without shards would fail."""
     for name, forms in {"a": ("5GB", "10KB"), "b": ("10KB", "5GB", "20KB")}.items():
         folder = tmp_path / name
         for number, size in enumerate(forms):

@@ -1,4 +1,4 @@
-"""Models whose tokens are spread over two processes, beside the same on one."""
+"""Models with tokens sharded over two processes match one process."""
 
 import copy
 import warnings
@@ -60,9 +60,9 @@ def losses_and_gradients(model: Any, **inputs: Tensor) -> tuple[Tensor, dict[str
     return outputs.logits.detach(), {n: whole(p.grad) for n, p in model.named_parameters()}
 
 
-def assert_same(model: Any, spread: Any, **inputs: Tensor) -> None:
+def assert_same(model: Any, sharded: Any, **inputs: Tensor) -> None:
     logits, gradients = losses_and_gradients(model, **inputs)
-    our_logits, our_gradients = losses_and_gradients(spread, **inputs)
+    our_logits, our_gradients = losses_and_gradients(sharded, **inputs)
     torch.testing.assert_close(our_logits, logits, rtol=1e-10, atol=1e-10)
     assert our_gradients.keys() == gradients.keys()
     for name, gradient in gradients.items():
@@ -72,27 +72,27 @@ def assert_same(model: Any, spread: Any, **inputs: Tensor) -> None:
 def compare_spread_models() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = language_model(residual="parallel").double()
-    spread = copy.deepcopy(model)
-    shard_tokens(spread, mesh)
-    layer = spread.model.layers[0].ffn
+    sharded = copy.deepcopy(model)
+    shard_tokens(sharded, mesh)
+    layer = sharded.model.layers[0].ffn
     assert isinstance(layer, ShardedPattention)
     assert layer.num_tokens == 45
     assert len(layer.key_tokens.to_local()) == (23, 22)[mesh.get_rank()]
-    assert_same(model, spread, input_ids=IDS, labels=IDS)
+    assert_same(model, sharded, input_ids=IDS, labels=IDS)
     for share in (0.3, 0.8, None):  # of the first only the first process has tokens
-        for some in (model, spread):
+        for some in (model, sharded):
             set_active_share(some, share)
-        assert_same(model, spread, input_ids=IDS, labels=IDS)
-    for some in (model, spread):
+        assert_same(model, sharded, input_ids=IDS, labels=IDS)
+    for some in (model, sharded):
         some.gradient_checkpointing_enable({"use_reentrant": False})
         some.train()
-    assert_same(model, spread, input_ids=IDS, labels=IDS)
+    assert_same(model, sharded, input_ids=IDS, labels=IDS)
 
     model = vision_model().double()
-    spread = copy.deepcopy(model)
-    shard_tokens(spread, mesh)
+    sharded = copy.deepcopy(model)
+    shard_tokens(sharded, mesh)
     pictures = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(1)).double()
-    assert_same(model, spread, pixel_values=pictures, labels=torch.tensor([0, 1, 2]))
+    assert_same(model, sharded, pixel_values=pictures, labels=torch.tensor([0, 1, 2]))
 
 
 def compare_loaded_models(folder: Path) -> None:
@@ -100,21 +100,21 @@ def compare_loaded_models(folder: Path) -> None:
     with warnings.catch_warnings():
         # Newer: distributed_config=DistributedConfig(tp_plan="auto"), which it is passed on as.
         warnings.simplefilter("ignore", FutureWarning)
-        spread = TokenformerForCausalLM.from_pretrained(folder, tp_plan="auto")
-    assert len(spread.model.layers[0].ffn.key_tokens.to_local()) < 45
+        sharded = TokenformerForCausalLM.from_pretrained(folder, tp_plan="auto")
+    assert len(sharded.model.layers[0].ffn.key_tokens.to_local()) < 45
     with torch.no_grad():
-        torch.testing.assert_close(spread(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
-    assert_equal_text(model, spread)
-    spread.save_pretrained(folder / "again")
+        torch.testing.assert_close(sharded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+    assert_equal_text(model, sharded)
+    sharded.save_pretrained(folder / "again")
     again = TokenformerForCausalLM.from_pretrained(folder / "again")
     for name, parameter in model.named_parameters():
         assert torch.equal(again.get_parameter(name), parameter), name
 
 
-def assert_equal_text(model: Any, spread: Any) -> None:
+def assert_equal_text(model: Any, sharded: Any) -> None:
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(
-        spread.generate(IDS[:1, :4], **options), model.generate(IDS[:1, :4], **options)
+        sharded.generate(IDS[:1, :4], **options), model.generate(IDS[:1, :4], **options)
     )
 
 
@@ -123,8 +123,8 @@ def compare_models(folder: Path) -> None:
     compare_loaded_models(folder)
 
 
-def test_two_processes_compute_what_one_does(tmp_path):
+def test_two_processes_match_one(tmp_path):
     """In one go, since most of the time goes into starting the processes: loss and gradients of
-    models spread by us, then logits and text of one that transformers has loaded by its plan."""
+    models sharded by us, then logits and text of one that transformers has loaded by its plan."""
     language_model().save_pretrained(tmp_path)
     run_processes(2, compare_models, tmp_path, tmp_path)

@@ -136,7 +136,7 @@ def test_evaluation_and_prediction(make_config: Make, family: str, tmp_path: Pat
     trainer = make_trainer(fresh(make_config, family), tmp_path, per_device_eval_batch_size=5)
     rows = Rows(11)
     predicted = trainer.predict(rows)
-    # The cache is no prediction: it must not be gathered beside the logits.
+    # The cache is not a prediction: it must not be gathered with the logits.
     assert predicted.predictions.shape == (11, 9, 61)
     model = trainer.model.eval()
     with torch.no_grad():

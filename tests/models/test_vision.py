@@ -75,7 +75,7 @@ def test_flops_agree_with_the_counter(family: str) -> None:
 
 
 @pytest.mark.parametrize("pooling", ["class", "mean"])
-def test_the_head_classifies_what_is_pooled(family: str, pooling: str) -> None:
+def test_the_head_classifies_the_pooled_token(family: str, pooling: str) -> None:
     model = make_classifier(family, pooling=pooling)
     features = model.forward_features(random_images())
     assert features.shape == (3, 10 if pooling == "class" else 9, 16)
@@ -141,8 +141,8 @@ def test_drop_path_acts_in_training_alone(family: str) -> None:
     model.load_state_dict(still.state_dict())
     torch.testing.assert_close(model(random_images()).logits, still(random_images()).logits)
     model.train()
-    drawn = [model(random_images()).logits for _ in range(8)]
-    assert len({round(float(logits.sum().detach()), 6) for logits in drawn}) > 1
+    sampled = [model(random_images()).logits for _ in range(8)]
+    assert len({round(float(logits.sum().detach()), 6) for logits in sampled}) > 1
     assert isinstance(model.model.layers[0].drop_path, nn.Identity)  # the rate rises from 0
     assert model.model.layers[1].drop_path.rate == 0.5
 
@@ -192,7 +192,7 @@ def test_hidden_states_attentions_and_checkpointing(family: str) -> None:
 
 
 def test_every_parameter_has_a_first_value(family: str) -> None:
-    """Also those made on the meta device and drawn module by module, as a run does."""
+    """Also if built on the meta device and initialized module by module, as in a run."""
     from tokenformer.train.parallel.meta_init import init_weights
 
     with torch.device("meta"):
@@ -225,14 +225,14 @@ def test_pipeline_and_image_processor(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     tokenformer.TokenformerImageProcessor.for_size(12, 1).save_pretrained(tmp_path)
     processor = AutoImageProcessor.from_pretrained(tmp_path)
-    grey = Image.fromarray(np.arange(144, dtype=np.uint8).reshape(12, 12))
-    pixels = processor(images=grey, return_tensors="pt")["pixel_values"]
+    gray = Image.fromarray(np.arange(144, dtype=np.uint8).reshape(12, 12))
+    pixels = processor(images=gray, return_tensors="pt")["pixel_values"]
     assert pixels.shape == (1, 1, 12, 12)
     torch.testing.assert_close(pixels[0, 0, 0, :3], torch.tensor([0.0, 1.0, 2.0]) / 127.5 - 1)
     classify = pipeline("image-classification", str(tmp_path))
-    coloured = grey.resize((40, 30)).convert("RGB")
-    found = classify(coloured, top_k=5)
-    expected = model(processor(images=coloured, return_tensors="pt")["pixel_values"]).logits
+    rgb = gray.resize((40, 30)).convert("RGB")
+    found = classify(rgb, top_k=5)
+    expected = model(processor(images=rgb, return_tensors="pt")["pixel_values"]).logits
     assert found[0]["label"] == f"LABEL_{expected.argmax()}"
     assert sum(row["score"] for row in found) == pytest.approx(1, abs=1e-5)
 

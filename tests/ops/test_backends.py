@@ -125,7 +125,7 @@ def test_softmax_of_large_scores(backend):
 
 @backends
 @pytest.mark.parametrize("dominance", [1e2, 1e4])
-def test_keys_with_one_direction_that_outweighs_the_rest(backend, dominance):
+def test_keys_with_one_direction_that_dominates(backend, dominance):
     """Half of the rows hardly see it: their norm is what the rest of the keys leave."""
     x, keys, values = random_inputs((64, 16), (80, 16), (80, 8), dtype=torch.float32)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Native code for a few rows against the reference, and what becomes of machines without it."""
+"""Native code for a few rows against the reference, and fallbacks without a compiler."""
 
 import os
 import subprocess
@@ -110,7 +110,7 @@ def test_many_tokens(theta):
 
 @needs_compiler
 @thetas
-def test_zero_rows_and_what_is_not_a_number(theta):
+def test_zero_rows_and_nan(theta):
     x, keys, values = draw((4, 6), (30, 6), (30, 5))
     x[1] = 0
     found = pattention(x, keys, values, backend="native", theta=theta)

@@ -152,7 +152,7 @@ def test_order_of_the_tokens_does_not_matter(theta):
 
 @pytest.mark.parametrize("theta", THETAS)
 def test_zero_keys_change_nothing_at_a_kept_scale(theta):
-    """The paper's appendix on zero initialisation; softmax is its counterexample."""
+    """The paper's appendix on zero initialization; softmax is its counterexample."""
     x, K, V = tensors(9)
     grown_K = torch.cat((K, torch.zeros(4, 5, dtype=torch.float64)))
     grown_V = torch.cat((V, torch.randn(4, 4, dtype=torch.float64)))

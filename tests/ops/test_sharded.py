@@ -1,4 +1,4 @@
-"""Tokens spread over processes: values and gradients are those of one process with all tokens."""
+"""Tokens sharded over processes give the values and gradients of one process."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def compare(theta: str, tokens: int, dtype: torch.dtype, **options) -> None:
             x, keys, values, scale_tokens=scale, theta=theta, backend="reference", **options
         )
 
-    def spread(x: Tensor, keys: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+    def sharded(x: Tensor, keys: Tensor, values: Tensor, scale: Tensor) -> Tensor:
         world = dist.group.WORLD
         return sharded_pattention(
             x, keys, values, world, scale_tokens=scale, theta=theta, **options
@@ -53,7 +53,7 @@ def compare(theta: str, tokens: int, dtype: torch.dtype, **options) -> None:
     x, keys, values, scale = given
     out, dx, dkeys, dvalues, dscale = results(alone, given, grad)
     expected = [out, dx, part(dkeys), part(dvalues), dscale]
-    found = results(spread, [x, part(keys), part(values), scale], grad)
+    found = results(sharded, [x, part(keys), part(values), scale], grad)
     names = ("out", "x", "keys", "values", "scale")
     for name, ours, theirs in zip(names, found, expected, strict=True):
         size = theirs.double().abs().max().item() if theirs.numel() else 0.0
@@ -125,5 +125,5 @@ def check_that_second_derivatives_are_refused() -> None:
         torch.autograd.grad(out, x, grad, create_graph=True)
 
 
-def test_two_processes_compute_what_one_does(tmp_path):
+def test_two_processes_match_one(tmp_path):
     run_processes(2, compare_all, tmp_path)

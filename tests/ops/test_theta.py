@@ -78,7 +78,7 @@ def test_zero_rows_have_zero_weights_and_gradients(theta, eps, dtype):
     (weights * slopes).sum().backward()
     assert torch.equal(weights[1], torch.zeros(5, dtype=weights.dtype))
     assert torch.equal(scores.grad[1], torch.zeros(5, dtype=dtype))
-    # The rows beside it are as if it were not there.
+    # The other rows are unaffected.
     neighbours = THETAS[theta](others, 5.0, "none", eps)
     (neighbours * slopes).sum().backward()
     for row in (0, 2):

@@ -1,4 +1,4 @@
-"""The backend `triton`: what it says without a GPU, and what can be known of its kernels there."""
+"""The backend `triton` without a GPU: errors, compilation, and the interpreter."""
 
 import importlib.util
 import os
@@ -57,7 +57,7 @@ def test_triton_is_imported_only_when_it_is_named():
     assert done.returncode == 0, done.stderr
 
 
-def test_without_triton_it_says_what_to_install(monkeypatch):
+def test_without_triton_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "tokenformer.ops.backends.triton_kernels", raising=False)
     monkeypatch.delattr(backends, "triton_kernels", raising=False)
@@ -72,7 +72,7 @@ def test_double_precision_is_refused():
 
 @pytest.mark.slow
 @with_triton
-def test_without_a_gpu_it_says_so():
+def test_without_a_gpu_it_is_refused():
     code = (
         "import torch, tokenformer; "
         "tokenformer.pattention(*map(torch.randn, ((5, 4), (9, 4), (9, 3))), backend='triton')"
@@ -91,7 +91,7 @@ def test_equals_the_reference():
 
 
 class Compiled:
-    """Stands for the kernels of a GPU that is not there: compiles whatever is launched."""
+    """Replaces the kernels on a machine without a GPU: compiles every launch."""
 
     INTERPRETED = True
 

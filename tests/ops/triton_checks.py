@@ -117,7 +117,7 @@ def test_large_scores(theta, sign):
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_keys_with_one_direction_that_outweighs_the_rest():
+def test_keys_with_one_direction_that_dominates():
     x, keys, values = random_inputs((32, 16), (40, 16), (40, 8), **FLOAT)
     with torch.no_grad():
         direction = torch.nn.functional.normalize(x[0], dim=0)
@@ -176,7 +176,7 @@ def test_autocast_and_checkpointing(theta):
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_what_is_kept_is_a_number_a_row():
+def test_one_number_per_row_is_saved():
     inputs = random_inputs((20, 8), (64, 8), (64, 8), **FLOAT)
     own = {tensor.data_ptr() for tensor in inputs}
     sizes: list[int] = []

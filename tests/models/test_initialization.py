@@ -1,4 +1,4 @@
-"""What the weights are before training: the published statistics, wherever the model was built."""
+"""Initial weights have the published statistics, on any device."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -120,7 +120,7 @@ def test_statistics_of_a_new_model(seed: int, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_model_born_on_the_meta_device_is_drawn_alike(seed: int, case: str) -> None:
+def test_a_model_from_the_meta_device_is_initialized_alike(seed: int, case: str) -> None:
     make, stds = CASES[case]
     with torch.device("meta"):
         model = make()
@@ -147,7 +147,7 @@ def test_the_seed_decides() -> None:
 
 
 def test_every_parameter_of_a_new_model_learns(make_config: Make, family: str, seed: int) -> None:
-    """Not dead: as initialised, each has a gradient in every row."""
+    """At initialization every row of every parameter has a gradient."""
     classes = {"tokenformer": TokenformerForCausalLM, "transformer": TransformerForCausalLM}
     for variant in ("released", "paper"):
         model = classes[family](make_config(family, variant=variant))
@@ -173,7 +173,7 @@ def test_every_parameter_of_a_new_model_learns(make_config: Make, family: str, s
         ("tokenformer, released", "model.embed_tokens.weight"),
     ],
 )
-def test_a_tensor_missing_from_a_checkpoint_is_drawn_and_the_others_kept(
+def test_a_tensor_missing_from_a_checkpoint_is_initialized(
     seed: int, tmp_path: Path, case: str, missing: str
 ) -> None:
     make, stds = CASES[case]
