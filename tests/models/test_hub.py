@@ -191,7 +191,7 @@ import tokenformer
 importlib.reload(tokenformer)
 assert set(tokenformer.__all__) <= set(dir(tokenformer))
 assert not {"torch", "transformers", "numpy"} & set(sys.modules)
-finders = [finder for finder in sys.meta_path if "AutoModuleFinder" in type(finder).__name__]
+finders = [finder for finder in sys.meta_path if "TriggerFinder" in type(finder).__name__]
 assert len(finders) == 1, finders
 """
     + AUTO
