@@ -31,7 +31,7 @@ PRELOADED = (
     "tokenformer.cli.parser",
     "tokenformer.data.lock",
     "tokenformer.train.matmul_peak",
-    "tokenformer.train.progress",
+    "tokenformer.train.progress_display",
     "tokenformer.train.run",
     "matplotlib.backends.backend_agg",
     "matplotlib.pyplot",

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tokenformer.errors import CheckpointError
 from tokenformer.train import checkpoint
 from tokenformer.train.checkpoint.async_saver import AsyncSaver
 from tokenformer.train.export import export
@@ -142,7 +143,7 @@ def train(wrapping: str, rank: int, ranks: int, folder: Path) -> None:
     try:
         checkpoint.latest(folder / "torn", report=lambda line: None)
         refused = ""
-    except checkpoint.CheckpointError as error:
+    except CheckpointError as error:
         refused = str(error)
     result = {
         "losses": losses,
@@ -158,7 +159,7 @@ def train(wrapping: str, rank: int, ranks: int, folder: Path) -> None:
 def refusal(folder: Path, model: nn.Module, extra: dict[str, Tensor]) -> str:
     try:
         checkpoint.save(folder, model=model, state={"step": 5}, extra=extra)
-    except checkpoint.CheckpointError as error:
+    except CheckpointError as error:
         return str(error)
     return "saved"
 

@@ -1,4 +1,4 @@
-"""Running out of memory: a line that says what to lower."""
+"""Out-of-memory errors say what to lower."""
 
 from pathlib import Path
 from typing import Any

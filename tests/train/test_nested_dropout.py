@@ -1,4 +1,4 @@
-"""Which share a step trains is a function of the seed and the step, and of nothing else."""
+"""The share that a step trains depends only on seed and step."""
 
 from collections import Counter
 

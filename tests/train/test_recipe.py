@@ -1,4 +1,4 @@
-"""Recipe files and run records with mistakes in them: one line that names the file and the line."""
+"""Mistakes in recipe files and run records are reported in one line with file and line number."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a run reads, found from any folder and refused before torch is imported."""
+"""Inputs of a run are found from any folder, and checked before torch is imported."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A run that is started again: at its end, past it, with other options, in another stage."""
+"""Resuming runs: finished, past their last step, with changed options, in another stage."""
 
 import json
 import shutil

@@ -6,17 +6,17 @@ import torch
 from tokenformer.train import rng
 
 
-def drawn():
+def sample():
     return [torch.rand(3).tolist(), np.random.rand(3).tolist(), random.gauss(0, 1)]
 
 
 def test_the_generators_go_on_from_where_they_were():
     random.gauss(0, 1)  # leaves a spare one
     states = rng.states()
-    expected = drawn()
-    drawn()
+    expected = sample()
+    sample()
     rng.restore(states)
-    assert drawn() == expected
+    assert sample() == expected
 
 
 def test_states_of_many_ranks_in_one_tensor():
@@ -24,7 +24,7 @@ def test_states_of_many_ranks_in_one_tensor():
     first, second = rng.states(), None
     torch.rand(7)
     second = rng.states()
-    expected = drawn()
+    expected = sample()
     rows = {name: torch.stack([first[name], second[name]]) for name in first}
     rng.restore({name: stacked[1] for name, stacked in rows.items()})
-    assert drawn() == expected
+    assert sample() == expected

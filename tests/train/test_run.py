@@ -1,4 +1,4 @@
-"""A run as users have it: real processes, killed, stopped and torn, and what is left of them."""
+"""Training runs as real processes that are killed, stopped and resumed."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Runs on damaged folders and full disks: what is refused, what is left out, and what stays."""
+"""Runs on damaged folders and full disks."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The history of a run, as its model card tells it."""
+"""The training history in the model card of a run."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a run may change once it has begun, and what its record says of it."""
+"""Options that a run may change once it has begun, and their record."""
 
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run in stages: real processes, stopped in every stage and at the seam, one curve in the end."""
+"""Runs in stages: real processes, stopped in every stage and between stages."""
 
 import itertools
 import json
@@ -49,11 +49,11 @@ def test_one_run_through_all_stages(staged, tmp_path):
     assert config["ffn_tokens"] == 300
     assert json.loads((out / "growth-2.json").read_text())["max_output_change"] < 1e-5
     assert json.loads((out / "growth-3.json").read_text())["init"] == "clone"
-    # The seam: the first loss after growing is that of the model before, on the same samples.
+    # The first loss after growth is close to the last one before.
     assert rows[8]["loss"] == pytest.approx(rows[7]["loss"], rel=0.1)
 
 
-def test_stopped_in_any_stage_and_at_the_seam_it_ends_the_same(staged, tmp_path):
+def test_stopped_in_or_between_stages_it_ends_the_same(staged, tmp_path):
     whole = tmp_path / "whole"
     assert finish(staged, whole, "--run.ema", "0.9", "--run.keep_last", "20").returncode == 0
     kept = sorted((whole / "checkpoints").iterdir())

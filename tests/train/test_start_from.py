@@ -1,4 +1,4 @@
-"""Runs that begin with a model that was trained before."""
+"""Runs that start from a trained model."""
 
 from pathlib import Path
 from typing import Any

@@ -145,7 +145,7 @@ class DemoTrainer:
 
     def train(self, loop: "Loop", name: str) -> "list[Row]":
         from tokenformer.train.loop import train
-        from tokenformer.train.progress import progress
+        from tokenformer.train.progress_display import progress
 
         file = self.metrics / f"{name}.jsonl"
         with progress(self.console, loop.run.steps) as show, file.open("a") as record:

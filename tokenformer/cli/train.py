@@ -101,7 +101,7 @@ def train_job(job: Job) -> None:
     from tokenformer.train.loop import PRECISIONS
     from tokenformer.train.matmul_peak import matmul_peak
     from tokenformer.train.parallel.distribute import process_group
-    from tokenformer.train.progress import progress
+    from tokenformer.train.progress_display import progress
     from tokenformer.train.run import Run, StoppedError
     from tokenformer.train.run_record import Record
     from tokenformer.train.workload import make_workload

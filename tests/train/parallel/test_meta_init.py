@@ -1,4 +1,4 @@
-"""Weights drawn for a model without memory: the rule is the model's own, the numbers the seed's."""
+"""Initial weights of a model on the meta device follow its own rule and depend only on the seed."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tokenformer.train.parallel.meta_init import init_weights
 
 
 @pytest.fixture
-def draw(make_config, family):
+def init(make_config, family):
     classes = {
         "tokenformer": tokenformer.TokenformerForCausalLM,
         "transformer": tokenformer.TransformerForCausalLM,
@@ -23,8 +23,8 @@ def draw(make_config, family):
     return make
 
 
-def test_every_parameter_follows_the_models_rule(draw, family):
-    model = draw(hidden_size=128, positions="learned", tie_word_embeddings=False)
+def test_every_parameter_follows_the_models_rule(init, family):
+    model = init(hidden_size=128, positions="learned", tie_word_embeddings=False)
     built = type(model)(model.config)
     for name, parameter in model.named_parameters():
         expected = built.get_parameter(name)
@@ -34,27 +34,27 @@ def test_every_parameter_follows_the_models_rule(draw, family):
         assert parameter.std().item() == pytest.approx(expected.std().item(), rel=0.1, abs=1e-9)
 
 
-def test_the_seed_decides_and_nothing_else(draw):
+def test_the_seed_decides_and_nothing_else(init):
     torch.manual_seed(1)
-    one = draw()
+    one = init()
     after = torch.rand(2)
     torch.manual_seed(1)
     assert torch.equal(torch.rand(2), after), "the generator of the caller is left alone"
-    for name, parameter in draw().named_parameters():
+    for name, parameter in init().named_parameters():
         assert torch.equal(parameter, one.get_parameter(name))
-    other = draw(seed=1)
+    other = init(seed=1)
     assert not torch.equal(other.model.embed_tokens.weight, one.model.embed_tokens.weight)
     # A layer's weights do not depend on how many there are.
-    deeper = draw(num_hidden_layers=3, variant="paper")
-    shallow = draw(num_hidden_layers=2, variant="paper")
+    deeper = init(num_hidden_layers=3, variant="paper")
+    shallow = init(num_hidden_layers=2, variant="paper")
     for name, parameter in shallow.model.layers[1].named_parameters():
         assert torch.equal(parameter, deeper.model.layers[1].get_parameter(name))
 
 
-def test_tied_weights_stay_tied(draw):
-    model = draw()
+def test_tied_weights_stay_tied(init):
+    model = init()
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert draw(tie_word_embeddings=False).lm_head.weight is not model.lm_head.weight
+    assert init(tie_word_embeddings=False).lm_head.weight is not model.lm_head.weight
 
 
 def test_a_learned_scale_begins_at_its_value(make_config):

@@ -1,4 +1,4 @@
-"""Training with the tokens spread over processes: the losses, checkpoints and exports of one."""
+"""Training with the tokens sharded over processes gives the results of one process."""
 
 import shutil
 from pathlib import Path

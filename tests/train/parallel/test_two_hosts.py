@@ -1,4 +1,4 @@
-"""Two hosts as the kernel plays them: network namespaces joined by a cable, torchrun on each."""
+"""Training on two hosts, simulated by network namespaces with torchrun in each."""
 
 import os
 import shutil

@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 
 from tokenformer.train.matmul_peak import matmul_peak
-from tokenformer.train.progress import Describer, progress
+from tokenformer.train.progress_display import Describer, progress
 
 ROWS = [
     {"step": step, "tokens": 100.0 * step, "seconds": 0.5 * step, "loss": 5.0 / step, "lr": 1e-3}
