@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tokenformer.ops.backends.derivatives import DERIVATIVES, BackwardBlock, cached_rows, product
 from tokenformer.ops.backends.interface import Gradients, Kernel, Saved, SavedTensor, Sizes
+from tokenformer.ops.backends.native import fused_theta
 from tokenformer.ops.theta import ThetaOptions, accumulation_dtype
 
 BLOCK_ROWS = 1024
@@ -31,15 +32,19 @@ class Direct(Kernel):
         scores = x.new_empty(rows if save else 0, tokens)
         stats = x.new_empty(rows, self.theta.saved_per_row, dtype=wide)
         weights = x.new_empty(largest(x, keys), tokens, dtype=wide)
+        fused = fused_theta.supports_fused(x, self.options)
         for part in blocks(x, keys):
             some_rows, some_weights = x[part], weights[: len(x[part])]
             if save:
                 block = torch.mm(some_rows, keys.T, out=scores[part]).to(wide)
             else:
                 block = product(some_rows, keys.T, some_weights)
-            for few in cached_rows(block):
-                numbers = self.theta.fill_weights(block[few], some_weights[few])
-                torch.cat(numbers, dim=1, out=stats[part][few])
+            if fused:
+                fused_theta.fill_weights(block, some_weights, stats[part], self.options)
+            else:
+                for few in cached_rows(block):
+                    numbers = self.theta.fill_weights(block[few], some_weights[few])
+                    torch.cat(numbers, dim=1, out=stats[part][few])
             torch.mm(some_weights.to(x.dtype), values, out=out[part])
         return out, (scores, stats)
 
@@ -49,20 +54,18 @@ class Direct(Kernel):
         scores, stats = saved
         dx, dkeys, dvalues = (torch.empty_like(tensor) for tensor in (x, keys, values))
         dscale = stats.new_zeros(())
+        fused = fused_theta.supports_fused(x, self.options)
         buffers = [stats.new_empty(largest(x, keys), keys.shape[0]) for _ in range(2)]
         for part in blocks(x, keys):
             block = scores[part].to(stats.dtype)
             weights, dblock = (buffer[: len(block)] for buffer in buffers)
             product(grad[part], values.T, dblock)
-            pieces = cached_rows(block)
-            scratch = torch.empty_like(block[pieces[0]])
-            for few in pieces:
-                numbers = stats[part][few].split(1, dim=1)
-                dscale += self.theta.backward(
-                    BackwardBlock(
-                        block[few], dblock[few], weights[few], scratch[: len(block[few])], numbers
-                    )
+            if fused:
+                dscale += fused_theta.backward(
+                    block, stats[part], dblock, weights, self.options
                 ).sum()
+            else:
+                dscale += self.backward_in_cache(block, dblock, weights, stats[part])
             dscores = dblock.to(x.dtype)
             torch.mm(dscores, keys, out=dx[part])
             # beta=0 on the first block saves zeroing the memory in a pass of its own.
@@ -73,6 +76,22 @@ class Direct(Kernel):
             dkeys.zero_()
             dvalues.zero_()
         return dx, dkeys, dvalues, dscale
+
+    def backward_in_cache(
+        self, scores: Tensor, grad: Tensor, weights: Tensor, stats: Tensor
+    ) -> Tensor:
+        """The derivative of theta, over rows that fit into a core's cache."""
+        pieces = cached_rows(scores)
+        scratch = torch.empty_like(scores[pieces[0]])
+        total = stats.new_zeros(())
+        for few in pieces:
+            numbers = stats[few].split(1, dim=1)
+            total += self.theta.backward(
+                BackwardBlock(
+                    scores[few], grad[few], weights[few], scratch[: len(scores[few])], numbers
+                )
+            ).sum()
+        return total
 
     def saved_tensors(self, sizes: Sizes, dtype: torch.dtype) -> list[SavedTensor]:
         stats = (sizes.rows, self.theta.saved_per_row)

@@ -1,4 +1,4 @@
-"""Compiles `kernels.cpp` when it is first needed and loads the library.
+"""Compiles the C++ sources when it is first needed and loads the library.
 
 This takes a second or two. The library is built for this machine's processor and kept in the user's
 cache. If it cannot be built, decoding is slower but works.
@@ -21,8 +21,10 @@ import torch
 
 from tokenformer.files import cache_folder
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
-FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno"]
+SOURCES = [Path(__file__).with_name(name) for name in ("decode.cpp", "theta.cpp")]
+FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=fast"]
+# GCC vectorizes rounding and selection only without errno and floating-point traps.
+FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
 # The first set that the compiler accepts is used: Apple's has no OpenMP, GCC on Arm no
 # -march=native. The 512-bit vectors that GCC prefers read memory at two thirds of the speed.
 CHOICES = [
@@ -84,6 +86,8 @@ class Work(ctypes.Structure):
 ARGUMENTS = {
     "linear": [Pointer, Long, Long, Pointer, Pointer, Long, Pointer, Int],
     "pattention": [Pointer, Long, Pointer, Theta, Work, Pointer, Int],
+    "l2_gelu_forward": [Pointer, Long, Long, Float, Float, Pointer, Pointer, Int],
+    "l2_gelu_backward": [Pointer, Pointer, Long, Long, Float, Pointer, Pointer, Pointer, Int],
     "decode": [Pointer, Pointer, Long, Pointer, Theta, Pointer, Pointer, Int, Pointer, Work, Int],
 }
 
@@ -115,14 +119,15 @@ def built() -> Path:
     version = subprocess.run(
         [*compiler, "--version"], capture_output=True, check=True, timeout=120
     ).stdout
-    inputs = [SOURCE.read_bytes(), version, processor().encode(), repr((FLAGS, CHOICES)).encode()]
+    sources = [source.read_bytes() for source in SOURCES]
+    inputs = [*sources, version, processor().encode(), repr((FLAGS, CHOICES)).encode()]
     target = cache() / f"native-{hashlib.sha256(b'|'.join(inputs)).hexdigest()[:16]}.so"
     if target.exists() and is_private(target):
         return target
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         part = Path(folder) / target.name
         for flags in CHOICES:
-            command = [*compiler, *FLAGS, *flags, "-o", str(part), str(SOURCE)]
+            command = [*compiler, *FLAGS, *flags, "-o", str(part), *map(str, SOURCES)]
             made = subprocess.run(command, capture_output=True, text=True, timeout=120)
             if made.returncode == 0:
                 part.chmod(0o755)  # under umask 002 it would be writable by the group
