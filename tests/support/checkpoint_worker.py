@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tokenformer.errors import CheckpointError
 from tokenformer.train import checkpoint
+from tokenformer.train.checkpoint import directory
 from tokenformer.train.checkpoint.async_saver import AsyncSaver
 from tokenformer.train.export import export
 
@@ -199,9 +200,9 @@ def kill(folder: Path, rounds: int) -> None:
         if child == 0:
             save_on(folder)
         seen = set(folder.glob(UNFINISHED))
-        newest = max(checkpoint.steps(folder))
+        newest = max(directory.steps(folder))
         deadline = time.monotonic() + LIMIT
-        while set(folder.glob(UNFINISHED)) <= seen or max(checkpoint.steps(folder)) == newest:
+        while set(folder.glob(UNFINISHED)) <= seen or max(directory.steps(folder)) == newest:
             if time.monotonic() > deadline:
                 os.kill(child, signal.SIGKILL)
                 raise TimeoutError("no second save")

@@ -13,6 +13,7 @@ from tests.support.training import make_run, poison
 from tokenformer.cli import main
 from tokenformer.errors import CheckpointError, TrainingError
 from tokenformer.train import checkpoint
+from tokenformer.train.checkpoint import directory
 from tokenformer.train.metrics import cut_metrics, metrics_writer, read_metrics
 from tokenformer.train.parallel.ranks import Ranks
 from tokenformer.train.run import Run
@@ -100,7 +101,7 @@ def test_the_first_export_comes_after_the_first_checkpoint(corpus, tmp_path, mon
     export, seen = run.export, []
 
     def look() -> None:
-        seen.append(checkpoint.steps(run.checkpoints))
+        seen.append(directory.steps(run.checkpoints))
         export()
 
     monkeypatch.setattr(run, "export", look)

@@ -58,7 +58,7 @@ def test_what_a_run_does_not_begin_with(recipe: Path, tmp_path: Path, capsys: An
     tokenizer.save_pretrained(tmp_path / "other")
     file = tmp_path / "other" / "tokenizer.json"
     file.write_text(file.read_text().replace('"A":', '"AA":'))
-    assert "has other ids than the model's tokenizer" in refused(words("other"), capsys)
+    assert "has other token ids than the model's tokenizer" in refused(words("other"), capsys)
 
     language_model(tmp_path / "torn")
     weights = tmp_path / "torn" / "model.safetensors"
