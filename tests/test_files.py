@@ -62,7 +62,7 @@ def test_a_block_that_fails_leaves_no_folder(tmp_path: Path) -> None:
     with new_folder("--out", path) as unfinished:
         (unfinished / "file").write_text("whole")
     assert names(path) == ["file"]
-    with pytest.raises(InputError, match="is in use"), new_folder("--out", path):
+    with pytest.raises(InputError, match="already exists"), new_folder("--out", path):
         pass
 
 

@@ -100,8 +100,8 @@ def test_the_hub_gets_one_request(hub: Hub, tmp_path: Path) -> None:
     assert hub.requests == ["/api/models/owner/known"]
     for name, reason in (
         ("owner/unknown", "neither a folder here nor a model on the hub (not found;"),
-        ("owner/broken", "(it answered with status 503)"),
-        ("owner/not valid", "(not a valid name there)"),
+        ("owner/broken", "(the hub answered with status 503)"),
+        ("owner/not valid", "(not a valid hub name)"),
     ):
         with pytest.raises(NameNotFoundError) as error:
             check_hub(name)

@@ -35,10 +35,10 @@ def run(words):
 
 def test_a_folder_becomes_a_model_and_says_what_it_lacks(home, capsys):
     run("convert released --out ours")
-    told = capsys.readouterr().out.splitlines()
-    assert told[0] == ("released: 3 layers of width 64, 4 heads, 56,256 parameters in float32")
-    assert told[1].startswith("no tokenizer found: give --tokenizer FILE")
-    assert told[2] == "Saved to ours"
+    message = capsys.readouterr().out.splitlines()
+    assert message[0] == ("released: 3 layers of width 64, 4 heads, 56,256 parameters in float32")
+    assert message[1].startswith("no tokenizer found: give --tokenizer FILE")
+    assert message[2] == "Saved to ours"
     model = AutoModelForCausalLM.from_pretrained("ours").double()
     ids = torch.arange(40)
     expected = released_logits(make_state(), ids)
@@ -128,10 +128,10 @@ def misfits(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ("released", "--out is missing"),
-        ("released --out released", "--out released is in use"),
+        ("released --out released", "--out released already exists"),
         ("released --to neox --out new", "--to neox is unknown; choose released or tokenformer"),
         ("released --to released --out new", "does not apply to a source of kind released"),
         ("released --num_attention_heads 8 --out new", "but config.json has 4"),
@@ -153,13 +153,13 @@ def misfits(tmp_path_factory):
         ("ours --out new", "--to tokenformer does not apply to a source of kind tokenformer"),
         (
             "damaged --to released --out new",
-            "damaged cannot be loaded: missing are model.layers.0.ffn.key_tokens",
+            "damaged cannot be loaded: missing model.layers.0.ffn.key_tokens",
         ),
         ("cut --to released --out new", "cut cannot be loaded: model.safetensors is damaged"),
         ("empty --to released --out new", "model.safetensors is missing"),
     ],
 )
-def test_refusals_are_one_line_and_leave_nothing(misfits, monkeypatch, capsys, arguments, told):
+def test_refusals_are_one_line_and_leave_nothing(misfits, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(misfits)
     before = sorted(path.name for path in misfits.iterdir())
     with pytest.raises(SystemExit) as end:
@@ -167,7 +167,7 @@ def test_refusals_are_one_line_and_leave_nothing(misfits, monkeypatch, capsys, a
     error = capsys.readouterr().err
     assert end.value.code == 2
     assert error.count("\n") == 1
-    assert told in error
+    assert message in error
     assert sorted(path.name for path in misfits.iterdir()) == before
 
 
@@ -198,7 +198,7 @@ def test_a_name_of_the_hub_is_taken_from_its_cache(home):
     assert AutoTokenizer.from_pretrained("ours")("a").input_ids == [97]
     assert done.stderr == (
         "tokenformer convert: Haiyang-W/TokenFormer-900M is neither a file or folder here nor a "
-        "model on the hub (not asked: offline mode is on, and not in the cache)\n"
+        "model on the hub (offline mode is on, and it is not in the cache)\n"
     )
     assert not (home / "none").exists()
 

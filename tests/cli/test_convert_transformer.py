@@ -82,10 +82,10 @@ def run(words):
 
 def test_a_folder_becomes_one_of_ours_with_tokenizer_generation_and_report(home, capsys):
     run("convert gpt2 --out ours --data text.txt")
-    told = capsys.readouterr().out
-    assert told.startswith("gpt2: ")
-    assert "model.layers.*.attention.o" in told
-    assert told.endswith("Saved to ours\n")
+    message = capsys.readouterr().out
+    assert message.startswith("gpt2: ")
+    assert "model.layers.*.attention.o" in message
+    assert message.endswith("Saved to ours\n")
     model = transformers.AutoModelForCausalLM.from_pretrained("ours").eval()
     source = transformers.AutoModelForCausalLM.from_pretrained("gpt2").eval()
     assert isinstance(model, tokenformer.TokenformerForCausalLM)
@@ -177,7 +177,7 @@ def test_prepared_text_serves_and_our_own_twin_is_a_source(home, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ("llama --out new", "--data is missing: RMS norms and gated MLPs are fitted to text"),
         ("gpt2 --out new --data short.txt", "--data short.txt is too short"),
@@ -188,20 +188,20 @@ def test_prepared_text_serves_and_our_own_twin_is_a_source(home, capsys):
         ("gpt2 --out new --distill text.txt --linear shift", "shift cannot be distilled"),
         ("gpt2 --out new --linear thirds", "linear='thirds' is unknown; choose one of pair, shift"),
         ("gpt2 --out new --weights last", "--weights last does not apply to a source of kind gpt2"),
-        ("torn --out new", "torn cannot be loaded: missing are transformer.h.1.mlp.c_fc.weight"),
+        ("torn --out new", "torn cannot be loaded: missing transformer.h.1.mlp.c_fc.weight"),
         (
             "bent --out new",
-            "of the wrong shape are transformer.h.1.mlp.c_fc.weight [3, 4] for [32, 128]",
+            "wrong shape of transformer.h.1.mlp.c_fc.weight [3, 4] instead of [32, 128]",
         ),
         ("opt --out new", "kind opt; supported kinds are released, "),
     ],
 )
-def test_refusals_are_one_line_and_leave_nothing(home, capsys, arguments, told):
+def test_refusals_are_one_line_and_leave_nothing(home, capsys, arguments, message):
     with pytest.raises(SystemExit) as stopped:
         run(f"convert {arguments}")
     assert stopped.value.code == 2
     error = capsys.readouterr().err
-    assert told in error
+    assert message in error
     assert error.count("\n") == 1
     assert not list(home.glob("*new*"))
 

@@ -47,12 +47,12 @@ def evaluate(capsys, *arguments):
 
 
 def test_the_table_has_the_rows_of_the_paper(folder, data, cache, capsys):
-    told = evaluate(capsys, folder, "--tasks", "paper", "--data", data, "--limit", 5)
-    lines = told.out.splitlines()
+    message = evaluate(capsys, folder, "--tasks", "paper", "--data", data, "--limit", 5)
+    lines = message.out.splitlines()
     assert "TokenFormer" in lines[0]
     titles = ["LAMBADA ppl", *(b.title for b in BENCHMARKS.values()), "Average"]
     assert [line[:12].strip() for line in lines[2:]] == titles
-    assert told.err == ""
+    assert message.err == ""
     assert list(cache.iterdir()) == []  # a finished evaluation leaves nothing
 
 
@@ -154,9 +154,9 @@ def test_an_unusable_cache_folder_is_an_error(folder, data, tmp_path, monkeypatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(SystemExit):
         main(["evaluate", str(folder), "--tasks", "piqa", "--data", str(data), "--limit", "1"])
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert "set XDG_CACHE_HOME to another folder" in told
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert "set XDG_CACHE_HOME to another folder" in message
 
 
 DEFINITION = """\
@@ -200,8 +200,8 @@ def test_the_command_line_of_lm_eval_gives_the_same(folder, data, tmp_path, caps
     assert done.returncode == 0, done.stderr
     (file,) = (tmp_path / "results").rglob("results_*.json")
     theirs = json.loads(file.read_text())["results"]["winogrande_here"]
-    told = evaluate(capsys, folder, "--tasks", "winogrande", "--data", data, "--json")
-    ours = json.loads(told.out)
+    message = evaluate(capsys, folder, "--tasks", "winogrande", "--data", data, "--json")
+    ours = json.loads(message.out)
     assert [score["items"] for score in ours["tasks"]["scores"]] == [150]
     for score in ours["tasks"]["scores"]:
         assert score["value"] == pytest.approx(100 * theirs[f"{score['metric']},none"])

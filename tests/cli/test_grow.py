@@ -123,7 +123,7 @@ def test_ligo_learns_on_a_corpus(transformer, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--hidden_size", "64", "--steps", "3"], "--steps 3 is for --method ligo"),
         (["--hidden_size", "64", "--method", "ligo", "--data", "none"], "none"),
@@ -137,14 +137,14 @@ def test_ligo_learns_on_a_corpus(transformer, tmp_path, capsys):
     ],
     ids=str,
 )
-def test_refusals_of_a_transformer(transformer, monkeypatch, capsys, arguments, told):
+def test_refusals_of_a_transformer(transformer, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(transformer.parent)
     with pytest.raises(SystemExit) as end:
         main(["grow", "plain", *arguments, "--out", "new"])
     error = capsys.readouterr().err
     assert end.value.code == 2
     assert error.count("\n") == 1
-    assert told in error
+    assert message in error
     assert [path.name for path in transformer.parent.iterdir()] == ["plain"]
 
 
@@ -158,7 +158,7 @@ def test_a_model_of_another_kind_is_named(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (
             ["--hidden_size", "64", "--out", "new"],
@@ -167,32 +167,35 @@ def test_a_model_of_another_kind_is_named(tmp_path, capsys):
         (["--ffn_tokens", "50", "--out", "new"], "cannot shrink"),
         (["--to", "354m", "--out", "new"], "cannot change hidden_size from 32 to 768"),
         (["--ffn_tokens", "200"], "--out is missing"),
-        (["--ffn_tokens", "200", "--out", "small"], "is in use"),
+        (["--ffn_tokens", "200", "--out", "small"], "already exists"),
         (["--out", "new"], "give either a size"),
         (["--ffn_tokens", "200", "--init", "nil", "--out", "new"], "init='nil' is unknown"),
         (["--to", "huge", "--out", "new"], "preset 'huge' is unknown"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
-def test_refusals_are_one_line_and_leave_nothing(folder, monkeypatch, capsys, arguments, told):
+def test_refusals_are_one_line_and_leave_nothing(folder, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(folder.parent)
     with pytest.raises(SystemExit) as end:
         main(["grow", "small", *arguments])
     error = capsys.readouterr().err
     assert end.value.code == 2
     assert error.count("\n") == 1
-    assert told in error
+    assert message in error
     assert [path.name for path in folder.parent.iterdir()] == ["small"]
 
 
 def test_what_is_no_model_is_named(tmp_path, folder, capsys):
     (tmp_path / "empty").mkdir()
-    for source, told in (("empty", "has no config.json"), ("absent", f"no {tmp_path / 'absent'}")):
+    for source, message in (
+        ("empty", "has no config.json"),
+        ("absent", f"no {tmp_path / 'absent'}"),
+    ):
         with pytest.raises(SystemExit):
             main(
                 ["grow", str(tmp_path / source), "--ffn_tokens", "9", "--out", str(tmp_path / "x")]
             )
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     (folder / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(SystemExit) as end:
         main(["grow", str(folder), "--ffn_tokens", "200", "--out", str(tmp_path / "x")])

@@ -37,7 +37,7 @@ def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_tables_and_plot(tmp_path: Path) -> None:
     done = run("354m", "--plot", "flops.png", folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    for told in (
+    for message in (
         "354,190,848",
         "356,305,664",
         "width 1408",
@@ -45,7 +45,7 @@ def test_tables_and_plot(tmp_path: Path) -> None:
         "AdamW moments",
         "flops.png",
     ):
-        assert told in done.stdout
+        assert message in done.stdout
     lines = [line.rstrip() for line in done.stdout.splitlines()]
     assert "\n".join(lines) in DOCS.read_text(encoding="utf-8")  # its worked example
     assert max(len(line) for line in done.stdout.splitlines()) <= 80
@@ -68,15 +68,15 @@ def test_json_of_a_folder(tmp_path: Path) -> None:
         ("tokenformer", config),
         ("transformer", matching_transformer(config)),
     ):
-        told = report[family]
+        message = report[family]
         total = sum(count_parameters(expected).values())
-        assert told["parameters"] == {**count_parameters(expected), "total": total}
-        assert [row["length"] for row in told["flops_by_length"]] == [16, 64]
-        for row in [*told["flops_by_length"], told["flops"]]:
+        assert message["parameters"] == {**count_parameters(expected), "total": total}
+        assert [row["length"] for row in message["flops_by_length"]] == [16, 64]
+        for row in [*message["flops_by_length"], message["flops"]]:
             forward = forward_flops(expected, row["length"])
             assert row["forward"] == {**forward, "total": sum(forward.values())}
             assert row["training"]["total"] == 3 * row["forward"]["total"]
-        memory = told["memory_bytes"]
+        memory = message["memory_bytes"]
         assert memory["state"]["total"] == 16 * total
         assert memory["total"] == memory["state"]["total"] + memory["activations"]["total"]
     assert (report["batch_size"], report["length"], report["plot"]) == (3, 32, None)
@@ -87,8 +87,8 @@ def test_bad_preset_in_a_process(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
-    for told in ("355m", "did you mean 354m?", "124m", "1.5b", "transformer-1.4b"):
-        assert told in done.stderr
+    for message in ("355m", "did you mean 354m?", "124m", "1.5b", "transformer-1.4b"):
+        assert message in done.stderr
 
 
 def test_transformer_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -140,10 +140,10 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.parametrize("case", CONFIG_FILES)
 def test_bad_config_files(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content, told = CONFIG_FILES[case]
+    content, message = CONFIG_FILES[case]
     (tmp_path / "config.json").write_text(content)
     line = refusal([str(tmp_path)], capsys)
-    assert all(part in line for part in told), line
+    assert all(part in line for part in message), line
 
 
 def test_a_misspelled_key_of_config_json_is_warned_of(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_misspelled_key_of_config_json_is_warned_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--lengths", "[1024, 0]"], "lengths"),
         (["--lengths", "[-1]"], "lengths"),
@@ -172,11 +172,11 @@ def test_a_misspelled_key_of_config_json_is_warned_of(tmp_path: Path) -> None:
     ],
 )
 def test_bad_options(
-    options: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "folder.png").mkdir()
     options = [option.replace("FOLDER", str(tmp_path)) for option in options]
-    assert told in refusal(["124m", *options], capsys)
+    assert message in refusal(["124m", *options], capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
 
 

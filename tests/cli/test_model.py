@@ -53,8 +53,8 @@ def test_spoiled_weights_are_told_in_a_line(copied, capsys):
     spoiled.pop("model.norm.bias")
     save_file(spoiled, file, {"format": "pt"})
     said = error_line(words, capsys)
-    assert "missing are model.norm.bias" in said
-    assert "of the wrong shape are model.norm.weight [3] for [32]" in said
+    assert "missing model.norm.bias" in said
+    assert "wrong shape of model.norm.weight [3] instead of [32]" in said
     save_file(tensors, file, {"format": "pt"})
     file.write_bytes(file.read_bytes()[:-100])
     assert f"{copied} cannot be loaded" in error_line(words, capsys)
@@ -123,12 +123,12 @@ def test_a_name_that_is_nowhere_is_refused_after_one_question(words, tmp_path, m
 
 
 def test_a_config_that_is_none_is_told_in_a_line(copied, capsys):
-    for text, told in (
+    for text, message in (
         ("null", "config.json is not a model's configuration"),
         ("{", "config.json is not JSON"),
     ):
         (copied / "config.json").write_text(text)
-        assert told in error_line(["generate", copied, "--prompt", "a"], capsys)
+        assert message in error_line(["generate", copied, "--prompt", "a"], capsys)
 
 
 def test_a_run_without_a_model_says_so(tmp_path, capsys):

@@ -182,7 +182,7 @@ def test_invalid_input_is_an_error(
     model = str(classifier)
     (tmp_path / "torn.png").write_bytes(b"\x89PNG\r\n\x1a\n torn")
     Image.new("1", (12_000, 12_000)).save(tmp_path / "huge.png")
-    for words, told in (
+    for words, message in (
         (["predict", model, str(tmp_path / "torn.png")], "torn.png cannot be read as an image"),
         (["predict", model, str(tmp_path / "huge.png")], "has 12000 x 12000 pixels, more than"),
         (["predict", model, str(tmp_path / "no.png")], "no.png"),
@@ -200,7 +200,7 @@ def test_invalid_input_is_an_error(
         (["evaluate", model, "--images", str(pictures), "--confusion", str(tmp_path / "a.doc")],
          "a.doc cannot be written"),
     ):  # fmt: skip
-        assert told in refused(words, capsys), words
+        assert message in refused(words, capsys), words
     (pictures / "val" / "dark" / "9.png").write_bytes(b"nothing")
     assert "9.png" in refused(["evaluate", model, "--images", str(pictures)], capsys)
 

@@ -146,8 +146,8 @@ def test_read_options(tmp_path, capsys):
         (["book.txt", "--out", "new", "--tokenizer", "full/tok"], "--tokenizer: no full/tok (pass"),
         (["book.txt", "--out", "new", "--tokenizer", "tok.json"], "--tokenizer: no tok.json"),
         (["book.txt", "--out", "new", "--tokenizer", "./txts"], "--tokenizer: no ./txts; did you"),
-        (["book.txt", "--out", "full"], "--out full is in use"),
-        (["book.txt", "--out", "book.txt/below"], "--out book.txt/below cannot be made"),
+        (["book.txt", "--out", "full"], "--out full already exists"),
+        (["book.txt", "--out", "book.txt/below"], "--out book.txt/below cannot be created"),
         (["texts", "--out", "texts/new"], "--out texts/new is inside the corpus texts"),
         (["book.txt", "--out", "new", "--validation", "1.5"], "--validation 1.5 must be"),
         (["book.txt", "--out", "new", "--seed", "-1"], "--seed -1 must be"),
@@ -182,13 +182,13 @@ finally:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["boook", "--out", "new"], "boook is neither a folder here nor a dataset on the hub"),
         (["book.txt", "--out", "new", "--tokenizer", "no/one"], "--tokenizer: no/one is neither"),
     ],
 )
-def test_the_hub_is_checked_once_before_slow_imports(folder, arguments, told):
+def test_the_hub_is_checked_once_before_slow_imports(folder, arguments, message):
     """With an unreachable hub: a local port that nothing listens on."""
     hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
     done = subprocess.run(
@@ -200,7 +200,7 @@ def test_the_hub_is_checked_once_before_slow_imports(folder, arguments, told):
         timeout=LIMIT,
     )
     line, imported = done.stderr.splitlines()
-    assert told in line
+    assert message in line
     assert "could not connect" in line
     assert imported == "imported: []"
     assert "Retry" not in done.stderr

@@ -86,7 +86,7 @@ def test_two_folders_become_one(home, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ("prune small --keep 0.5 --out new", "--data is missing"),
         ("prune small --keep 0.5 --data data", "--out is missing"),
@@ -98,21 +98,21 @@ def test_two_folders_become_one(home, monkeypatch, capsys):
         ("prune small --keep 0.5 --data data --sequences 0 --out new", "--sequences 0"),
         ("prune small --ffn_tokens 97 --data data --out new", "cannot enlarge"),
         ("prune data --out new", "has no config.json"),
-        ("prune small --out grown", "is in use"),
+        ("prune small --out grown", "already exists"),
         ("merge small ./absent --out new", "merge: no ./absent"),
         ("merge small grown", "--out is missing"),
-        ("merge small grown --out data", "is in use"),
+        ("merge small grown --out data", "already exists"),
         ("merge small grown --embeddings c --out new", "embeddings='c' is unknown"),
     ],
 )
-def test_refusals_are_one_line_and_leave_nothing(home, monkeypatch, capsys, arguments, told):
+def test_refusals_are_one_line_and_leave_nothing(home, monkeypatch, capsys, arguments, message):
     before = sorted(path.name for path in home.iterdir())
     with pytest.raises(SystemExit) as end:
         run(home, monkeypatch, *arguments.split())
     error = capsys.readouterr().err
     assert end.value.code == 2
     assert error.count("\n") == 1
-    assert told in error
+    assert message in error
     assert sorted(path.name for path in home.iterdir()) == before
 
 
@@ -127,8 +127,8 @@ def test_other_tokenizers_shapes_and_vocabularies_are_told(home, monkeypatch, ca
     other.save_pretrained(home / "other")
     with pytest.raises(SystemExit):
         run(home, monkeypatch, "merge", "small", "other", "--out", "new")
-    told = capsys.readouterr().err
-    assert f"vocab_size {VOCAB_SIZE} and 61, num_hidden_layers 2 and 3" in told
+    message = capsys.readouterr().err
+    assert f"vocab_size {VOCAB_SIZE} and 61, num_hidden_layers 2 and 3" in message
     with pytest.raises(SystemExit):
         run(home, monkeypatch, "prune", "other", "--data", "data", "--keep", 0.5, "--out", "new")
     assert "the model one of 61" in capsys.readouterr().err
@@ -190,17 +190,17 @@ def test_a_classifier_in_half_precision_is_pruned_and_one_without_processor_refu
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--keep", "0.5"], "--images is missing"),
         (["--keep", "0.5", "--data", "."], "--data does not apply: classifier is an image"),
         (["--keep", "0.5", "--images", "no/where/here"], "--images: no no/where/here"),
     ],
 )
-def test_what_a_classifier_is_not_pruned_by(classifier, monkeypatch, capsys, words, told):
+def test_what_a_classifier_is_not_pruned_by(classifier, monkeypatch, capsys, words, message):
     with pytest.raises(SystemExit):
         run(classifier.parent, monkeypatch, "prune", "classifier", *words, "--out", "none")
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (classifier.parent / "none").exists()
 
 

@@ -213,7 +213,7 @@ def without(*names: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("state", "told"),
+    ("state", "message"),
     [
         (
             without("sequential.6.norm.bias", "sequential.3.mlp.value_param_tokens"),
@@ -251,14 +251,14 @@ def without(*names: str) -> dict[str, Tensor]:
         ),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(tmp_path, state, told):
-    with pytest.raises(ConversionError, match=told):
+def test_tensors_that_do_not_fit_are_named(tmp_path, state, message):
+    with pytest.raises(ConversionError, match=message):
         convert(put(tmp_path / "released", state), tmp_path / "ours")
     assert not any((tmp_path / "ours").iterdir())
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "message"),
     [
         ({"num_layers": 4}, "config.json has num_layers 4, the tensors have 3"),
         ({"ffn_slot_num": 45}, "config.json has ffn_slot_num 45, the tensors have 44"),
@@ -274,14 +274,14 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, state, told):
         ),
     ],
 )
-def test_a_config_of_another_model_is_refused(tmp_path, config, told):
-    with pytest.raises(ConversionError, match=told):
+def test_a_config_of_another_model_is_refused(tmp_path, config, message):
+    with pytest.raises(ConversionError, match=message):
         convert(put(tmp_path / "released", make_state(), CONFIG | config), tmp_path / "ours")
     assert not any((tmp_path / "ours").iterdir())
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"scale_tokens": {"ffn": [44.0, 30.0]}}, "scale_tokens of ffn in layer 1 is 30, not 44"),
         ({"learned_scale": True}, "learned_scale is True"),
@@ -302,9 +302,9 @@ def test_a_config_of_another_model_is_refused(tmp_path, config, told):
     ],
     ids=str,
 )
-def test_what_the_released_format_cannot_hold_is_refused(tmp_path, make_model, options, told):
+def test_what_the_released_format_cannot_hold_is_refused(tmp_path, make_model, options, message):
     make_model("tokenformer", **options).save_pretrained(tmp_path / "ours")
-    with pytest.raises(ConversionError, match=told):
+    with pytest.raises(ConversionError, match=message):
         back(tmp_path / "ours", tmp_path / "back")
     assert not any((tmp_path / "back").iterdir())
 

@@ -43,7 +43,7 @@ def test_a_run_is_its_model_and_a_file_has_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("empty", "no model in .*: neither a pytorch_model.bin, nor"),
         ("absent.bin", "absent.bin does not exist"),
@@ -51,13 +51,13 @@ def test_a_run_is_its_model_and_a_file_has_a_folder(tmp_path):
         ("broken", "config.json cannot be read"),
     ],
 )
-def test_what_holds_no_model_is_told(tmp_path, monkeypatch, name, told):
+def test_what_holds_no_model_is_told(tmp_path, monkeypatch, name, message):
     monkeypatch.chdir(tmp_path)
     for folder in ("empty", "listed", "broken"):
         (tmp_path / folder).mkdir()
     make(tmp_path / "listed", config=[])
     (tmp_path / "broken" / "config.json").write_text("{")
-    with pytest.raises(ConversionError, match=told):
+    with pytest.raises(ConversionError, match=message):
         find_source(name)
 
 

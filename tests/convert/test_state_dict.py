@@ -46,7 +46,7 @@ def other_zip(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (torn, "is truncated or not a checkpoint"),
         (torn_old, "is truncated or not a checkpoint"),
@@ -77,16 +77,16 @@ def other_zip(path: Path) -> None:
         "nested",
     ],
 )
-def test_what_is_no_state_dict_is_told_in_a_line(tmp_path, make, told):
+def test_what_is_no_state_dict_is_told_in_a_line(tmp_path, make, message):
     make(tmp_path / "file.bin")
-    with pytest.raises(ConversionError, match=told) as refusal:
+    with pytest.raises(ConversionError, match=message) as refusal:
         read_state_dict(tmp_path / "file.bin")
     assert str(refusal.value).startswith(str(tmp_path / "file.bin"))
     assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
-    ("index", "told"),
+    ("index", "message"),
     [
         ({"weight_map": {"a": "../secret.bin"}}, "names a file outside the folder: ../secret.bin"),
         ({"weight_map": {"a": "part.bin"}}, "names part.bin, which is missing"),
@@ -94,9 +94,9 @@ def test_what_is_no_state_dict_is_told_in_a_line(tmp_path, make, told):
         ([], "is not the index of a sharded model"),
     ],
 )
-def test_an_index_that_leads_nowhere_is_told(tmp_path, index, told):
+def test_an_index_that_leads_nowhere_is_told(tmp_path, index, message):
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConversionError, match=told):
+    with pytest.raises(ConversionError, match=message):
         read_state_dict(tmp_path)
 
 

@@ -123,7 +123,7 @@ def test_a_checkpoint_away_from_its_run_has_no_tokenizer(home, tmp_path, capsys)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--weights", "average"], "--weights average: the run has no moving average"),
         (["--weights", "first"], "--weights first is unknown; choose average or last"),
@@ -134,14 +134,14 @@ def test_a_checkpoint_away_from_its_run_has_no_tokenizer(home, tmp_path, capsys)
         (["--to", "released"], "--to released does not apply to a source of kind checkpoint"),
     ],
 )
-def test_options_that_do_not_fit_are_told(home, tmp_path, capsys, options, told):
+def test_options_that_do_not_fit_are_told(home, tmp_path, capsys, options, message):
     step = home / "plain" / "checkpoints" / "step-00000004"
     with pytest.raises(SystemExit) as end:
         main(["convert", str(step), "--out", str(tmp_path / "new"), *options])
     error = capsys.readouterr().err
     assert end.value.code == 2
     assert error.count("\n") == 1
-    assert told in error
+    assert message in error
     assert not any(tmp_path.iterdir())
 
 
@@ -150,9 +150,9 @@ def test_a_torn_checkpoint_and_one_of_no_known_model_are_told(home, tmp_path, ca
     shard = next((tmp_path / "torn").glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-100])
     other = save(tmp_path, model=make_model("tokenformer"), state={"step": 1})
-    for path, told in ((tmp_path / "torn", "bytes"), (other, "has no 'config'")):
+    for path, message in ((tmp_path / "torn", "bytes"), (other, "has no 'config'")):
         with pytest.raises(SystemExit) as end:
             main(["convert", str(path), "--out", str(tmp_path / "new")])
         assert end.value.code == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
         assert not (tmp_path / "new").exists()

@@ -57,15 +57,15 @@ def test_text_in_a_given_encoding(tmp_path, encoding):
 
 
 @pytest.mark.parametrize("kind", ["a.txt", "a.txt.gz", "b.jsonl"])
-@pytest.mark.parametrize(("wrong", "told"), [(b"\xe9", "byte 0xe9"), (b"\0", "zero byte")])
+@pytest.mark.parametrize(("wrong", "message"), [(b"\xe9", "byte 0xe9"), (b"\0", "zero byte")])
 @pytest.mark.parametrize("place", [5, 300_000, 699_999])
-def test_invalid_bytes_are_an_error_with_their_offset(tmp_path, kind, wrong, told, place):
+def test_invalid_bytes_are_an_error_with_their_offset(tmp_path, kind, wrong, message, place):
     """Also far into a file, beyond the first block."""
     content = bytearray(b"a" * 700_000)
     content[place : place + 1] = wrong
     path = tmp_path / kind
     path.write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
-    with pytest.raises(DataError, match=f"{kind} .*{told} at offset {place}[,;].*--encoding"):
+    with pytest.raises(DataError, match=f"{kind} .*{message} at offset {place}[,;].*--encoding"):
         prepared_text(path, tmp_path / "out")
 
 

@@ -213,9 +213,7 @@ def test_whole_transformer_agrees_with_torch(batch_first):
             batch_first=batch_first,
             dtype=torch.float64,
         )
-        with (
-            torch.no_grad()
-        ):  # nn.Transformer reinitializes all matrices in another order
+        with torch.no_grad():  # nn.Transformer reinitializes all matrices in another order
             for stack, layer in ((transformer.encoder, encoder), (transformer.decoder, decoder)):
                 for clone in stack.layers:
                     clone.load_state_dict(layer.state_dict())

@@ -172,7 +172,7 @@ def test_a_broken_image_stops_the_run_by_name(tmp_path: Path, capsys: Any) -> No
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--data.images", "nowhere/at/all"], "data.images: no nowhere/at/all"),
         (["--data.corpus", "x"], "cannot both be trained on"),
@@ -183,12 +183,12 @@ def test_a_broken_image_stops_the_run_by_name(tmp_path: Path, capsys: Any) -> No
         (["--data.crop_share", "2"], "crop_share=2.0 must be above 0 and at most 1"),
     ],
 )
-def test_bad_options_are_one_line(tmp_path: Path, capsys: Any, options: Any, told: str) -> None:
+def test_bad_options_are_one_line(tmp_path: Path, capsys: Any, options: Any, message: str) -> None:
     recipe = write_recipe(tmp_path / "r.yaml")
     with pytest.raises(SystemExit) as end:
         main(["train", str(recipe), "--out", str(tmp_path / "run"), *options])
     assert end.value.code == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_run_goes_on_only_with_its_own_augmentation(tmp_path: Path, capsys: Any) -> None:

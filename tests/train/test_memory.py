@@ -53,12 +53,12 @@ def test_cached_files_are_free_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("allocate", [lambda: torch.empty(1 << 55), lambda: bytearray(1 << 60)])
 def test_a_failed_allocation_is_explained(allocate):
-    told = r"cpu is out of memory .* micro-batch of 64; lower"
-    with pytest.raises(OutOfMemoryError, match=told), explained_memory(64, CPU):
+    message = r"cpu is out of memory .* micro-batch of 64; lower"
+    with pytest.raises(OutOfMemoryError, match=message), explained_memory(64, CPU):
         allocate()
 
 
 def test_other_errors_stay_as_they_are():
-    told = "shapes cannot be multiplied"
-    with pytest.raises(RuntimeError, match=told), explained_memory(64, CPU):
+    message = "shapes cannot be multiplied"
+    with pytest.raises(RuntimeError, match=message), explained_memory(64, CPU):
         torch.ones(2, 3) @ torch.ones(2, 3)

@@ -34,9 +34,9 @@ def test_every_layer_is_restricted_within_the_block(make_config):
 
 
 @pytest.mark.parametrize(
-    ("shares", "told"),
+    ("shares", "message"),
     [((0.5,), "must contain 1.0"), ((0.0, 1.0), "shares=0.0"), ((1.5, 1.0), "shares=1.5")],
 )
-def test_shares_that_cannot_be_are_refused(shares, told):
-    with pytest.raises(ValueError, match=told):
+def test_shares_that_cannot_be_are_refused(shares, message):
+    with pytest.raises(ValueError, match=message):
         NestedDropout(shares=shares)

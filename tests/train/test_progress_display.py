@@ -93,9 +93,9 @@ def test_redirected_lines_are_not_wrapped():
 
 def test_the_peak_is_shown_only_where_it_is_right():
     row = {"step": 1, "tokens": 100, "seconds": 1.0, "loss": 1.0, "lr": 1e-3, "flops": 337}
-    for peak, told in ((674, ["50% of matmul peak"]), (100, []), (None, [])):
+    for peak, message in ((674, ["50% of matmul peak"]), (100, []), (None, [])):
         shown = Describer(peak=peak, details=True)(row)
-        assert [part for part in shown if "peak" in part] == told
+        assert [part for part in shown if "peak" in part] == message
     cpu = torch.device("cpu")
     for half in (torch.float16, torch.bfloat16):
         start = time.perf_counter()

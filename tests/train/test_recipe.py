@@ -45,7 +45,7 @@ def test_a_recipe_without_mistakes_is_taken(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong", "told"),
+    ("right", "wrong", "message"),
     [
         ("  steps: 10", "  stepz: 10", "line 10: run.stepz is not an option; did you mean run.st"),
         ("schedule:", "shedule:", "line 8: shedule is not an option; did you mean schedule?"),
@@ -62,11 +62,11 @@ def test_a_recipe_without_mistakes_is_taken(tmp_path):
         ("  steps: 10", "\tsteps: 10", "line 10: not valid YAML: found character '\\t'"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_named_by_file_and_line(tmp_path, right, wrong, told):
+def test_a_mistake_is_named_by_file_and_line(tmp_path, right, wrong, message):
     assert right in RECIPE
     path = tmp_path / "r.yaml"
     said = refused(path, RECIPE.replace(right, wrong, 1))
-    assert said.startswith(f"{path}, {told}")
+    assert said.startswith(f"{path}, {message}")
     assert "\n" not in said
 
 

@@ -135,6 +135,6 @@ def test_mistakes_are_refused_before_torch_is_imported(recipe: Path, tmp_path: P
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == len(mistakes)
-    for told, line in zip(mistakes, lines, strict=True):
-        assert told in line
+    for message, line in zip(mistakes, lines, strict=True):
+        assert message in line
     assert not (tmp_path / "new").exists()

@@ -188,7 +188,7 @@ def test_another_recipe_in_the_same_folder_is_refused(recipe, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--run.stepz", "3"], "--run.stepz is not an option; did you mean --run.steps?"),
         (["--run.steps", "0"], "steps=0 must be at least 1"),
@@ -207,13 +207,13 @@ def test_another_recipe_in_the_same_folder_is_refused(recipe, tmp_path):
     ],
     ids=" ".join,
 )
-def test_bad_options_are_one_line_and_exit_code_2(recipe, tmp_path, capfd, options, told):
+def test_bad_options_are_one_line_and_exit_code_2(recipe, tmp_path, capfd, options, message):
     with pytest.raises(SystemExit) as end:
         main(["train", str(recipe), "--out", str(tmp_path / "run"), *options])
     assert end.value.code == 2
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert told in lines[0]
+    assert message in lines[0]
 
 
 def test_a_nan_stops_the_run_and_names_the_step_and_its_samples(corpus, tmp_path):

@@ -53,10 +53,10 @@ def test_where_all_checkpoints_are_damaged_nothing_changes(recipe, tmp_path, cap
     with pytest.raises(SystemExit) as end:
         main(["train", str(recipe), *options])
     assert end.value.code == 1
-    told = capsys.readouterr().err
-    assert told.startswith(f"tokenformer train: no valid checkpoint in {out / 'checkpoints'}, 2")
-    assert "remove the run folder or choose another --out" in told
-    assert told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"tokenformer train: no valid checkpoint in {out / 'checkpoints'}, 2")
+    assert "remove the run folder or choose another --out" in message
+    assert message.count("\n") == 1
     assert contents(out) == before
 
     shutil.rmtree(out / "checkpoints")  # which it was not told to do
@@ -64,8 +64,10 @@ def test_where_all_checkpoints_are_damaged_nothing_changes(recipe, tmp_path, cap
     with pytest.raises(SystemExit) as end:
         main(["train", str(recipe), *options])
     assert end.value.code == 2
-    told = capsys.readouterr().err
-    assert f"{out} holds a run without checkpoints; training would overwrite it; remove the" in told
+    message = capsys.readouterr().err
+    assert (
+        f"{out} holds a run without checkpoints; training would overwrite it; remove the" in message
+    )
     assert contents(out) == before
     shutil.rmtree(out)  # as it was told: it starts over
     main(["train", str(recipe), *options])
@@ -81,8 +83,10 @@ def test_a_folder_that_is_not_a_run_is_left_as_it_is(recipe, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         main(words)
     assert end.value.code == 2
-    told = f"{out} holds model and is not a run; training would overwrite it; remove the folder or"
-    assert told in capsys.readouterr().err
+    message = (
+        f"{out} holds model and is not a run; training would overwrite it; remove the folder or"
+    )
+    assert message in capsys.readouterr().err
     assert contents(out) == before
 
     shutil.rmtree(out / "model")
@@ -149,10 +153,10 @@ def test_commands_name_a_malformed_checkpoint(copy, tmp_path, capsys, command, t
     with pytest.raises(SystemExit) as end:
         main([command, str(newest), "--out", str(tmp_path / "new")])
     assert end.value.code == 2
-    told = capsys.readouterr().err
-    assert f"{newest} cannot be read: " in told
-    assert "state.json" in told
-    assert told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert f"{newest} cannot be read: " in message
+    assert "state.json" in message
+    assert message.count("\n") == 1
     assert not (tmp_path / "new").exists()
 
 
@@ -204,14 +208,14 @@ def fill(disk: Path) -> None:
 
 def test_a_row_that_does_not_fit_on_the_disk(small_disk):
     metrics = small_disk / "metrics.jsonl"
-    told = rf"{metrics} cannot be written: No space left on device$"
+    message = rf"{metrics} cannot be written: No space left on device$"
     with metrics_writer(metrics, Ranks()) as write:
         write({"step": 1})
         fill(small_disk)
-        with pytest.raises(TrainingError, match=told):
+        with pytest.raises(TrainingError, match=message):
             write({"step": 2, "note": "x" * 8192})
     assert read_metrics(metrics, lambda line: None)[0] == {"step": 1}
-    with pytest.raises(TrainingError, match=told):
+    with pytest.raises(TrainingError, match=message):
         cut_metrics(metrics, 10_000, lambda line: None)
 
 

@@ -136,7 +136,7 @@ def test_an_older_record_lacks_options_of_stages(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "told"),
+    ("before", "after", "message"),
     [
         (None, {"*.key_tokens": 0.5}, r"none -> \{'\*\.key_tokens': 0\.5\}"),
         ({"*.key_tokens": 0.5}, None, r"\{'\*\.key_tokens': 0\.5\} -> none"),
@@ -144,18 +144,18 @@ def test_an_older_record_lacks_options_of_stages(tmp_path):
         ({"*.norm": 1.0}, {"*.norm": 1.0, "*.key_tokens": 0.5}, r"key_tokens none -> 0\.5"),
     ],
 )
-def test_rates_of_a_stage_that_come_or_go_are_a_change(tmp_path, before, after, told):
+def test_rates_of_a_stage_that_come_or_go_are_a_change(tmp_path, before, after, message):
     def staged(rates: dict[str, float] | None) -> Recipe:
         return replace(BASE, stages=[StageOptions(steps=8, rates=rates)])
 
     record = recorded(tmp_path, staged(before))
     assert record.check(staged(before), 3) == []
-    with pytest.raises(RecipeError, match=rf"stages\[0\]\.rates ?.*{told}"):
+    with pytest.raises(RecipeError, match=rf"stages\[0\]\.rates ?.*{message}"):
         record.check(staged(after), 3)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("model: {options: {hidden", "line 1: not valid YAML"),
         ("- a\n", "holds no sections"),
@@ -171,12 +171,12 @@ def test_rates_of_a_stage_that_come_or_go_are_a_change(tmp_path, before, after, 
         (WHOLE.replace("steps: 9", "seed: 0"), "run.steps is no number"),
     ],
 )
-def test_a_damaged_record_is_named(tmp_path, text, told):
+def test_a_damaged_record_is_named(tmp_path, text, message):
     (tmp_path / CONFIG).write_text(text)
     with pytest.raises(RecipeError) as error:
         Record(tmp_path)
     assert str(tmp_path / CONFIG) in str(error.value)
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert "; restore it, or name another --out" in str(error.value)
 
 

@@ -220,7 +220,7 @@ def test_plan_and_shortened():
 
 
 @pytest.mark.parametrize(
-    ("stage", "told"),
+    ("stage", "message"),
     [
         ({"grow": {"sizes": {"ffn_tokens": 4}}}, "cannot shrink"),
         ({"grow": {"inits": "zero"}}, "inits"),
@@ -228,13 +228,13 @@ def test_plan_and_shortened():
         ({"stepz": 3}, "stepz"),
     ],
 )
-def test_a_mistaken_stage_is_named(staged, tmp_path, stage, told):
+def test_a_mistaken_stage_is_named(staged, tmp_path, stage, message):
     sections = json.loads(staged.read_text())
     sections["stages"] = [{"steps": 2}, {"steps": 2, **stage}]
     staged.write_text(json.dumps(sections))
     done = finish(staged, tmp_path / "run")
     assert done.returncode == 2, done.stderr
-    assert told in done.stderr
+    assert message in done.stderr
     assert done.stderr.count("\n") == 1
 
 

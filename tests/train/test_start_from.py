@@ -65,7 +65,7 @@ def test_what_a_run_does_not_begin_with(recipe: Path, tmp_path: Path, capsys: An
     tensors = load_file(weights)
     tensors.pop("model.norm.weight")
     save_file(tensors, weights, {"format": "pt"})
-    assert "missing are model.norm.weight" in refused(words("torn"), capsys)
+    assert "missing model.norm.weight" in refused(words("torn"), capsys)
 
 
 def test_a_classifier_is_trained_on(tmp_path: Path, capsys: Any) -> None:

@@ -229,7 +229,7 @@ def test_the_report_is_kept_as_json(make_source, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "told"),
+    ("kind", "options", "message"),
     [
         ("gpt2", {"activation_function": "relu"}, "activation_function='relu'"),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
@@ -243,8 +243,8 @@ def test_the_report_is_kept_as_json(make_source, tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_had_is_refused(make_source, batches, kind, options, told):
-    with pytest.raises(ValueError, match=told):
+def test_what_cannot_be_had_is_refused(make_source, batches, kind, options, message):
+    with pytest.raises(ValueError, match=message):
         from_transformer(make_source(kind, **options), batches)
 
 

@@ -205,7 +205,7 @@ def test_half_precision_rows_are_compared_by_their_bits(make_config):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"vocab_size": 62}, "vocab_size 61 and 62"),
         ({"hidden_size": 64, "num_attention_heads": 8},
@@ -217,10 +217,12 @@ def test_half_precision_rows_are_compared_by_their_bits(make_config):
     ],
     ids=str,
 )  # fmt: skip
-def test_models_of_another_shape_are_refused_by_all_their_differences(make_config, options, told):
+def test_models_of_another_shape_are_refused_by_all_their_differences(
+    make_config, options, message
+):
     a, _ = trained_tokenformer(make_config)
     b, _ = trained_tokenformer(make_config, **options)
-    with pytest.raises(ValueError, match=f"cannot be merged: {told}$"):
+    with pytest.raises(ValueError, match=f"cannot be merged: {message}$"):
         tokenformer.merge(a, b)
 
 

@@ -288,7 +288,7 @@ def test_rows_without_scores_count_for_nothing(make_config):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"keep": 0.5, "batches": None}, "is to lose 12 tokens, of which 0 are idle"),
         ({"keep": 0.0}, "keep=0.0 must be above 0 and at most 1"),
@@ -304,9 +304,9 @@ def test_rows_without_scores_count_for_nothing(make_config):
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused(make_config, options, told):
+def test_what_cannot_be_is_refused(make_config, options, message):
     model, _ = trained_tokenformer(make_config)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         tokenformer.prune(model, **{"batches": random_batches(), **options})
 
 

@@ -172,7 +172,7 @@ def test_a_learned_scale_is_a_parameter_that_is_saved_and_grows_on(make_config, 
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"ffn_tokens": 95}, "ffn of layer 0 has 96 tokens, more than 95"),
         ({"qkv_tokens": [24, 23]}, "q of layer 1 has 24 tokens"),
@@ -185,9 +185,9 @@ def test_a_learned_scale_is_a_parameter_that_is_saved_and_grows_on(make_config, 
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused(make_config, options, told):
+def test_what_cannot_be_is_refused(make_config, options, message):
     model, _ = trained_tokenformer(make_config)
-    with pytest.raises(ValueError, match=told.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         tokenformer.grow(model, **options)
 
 

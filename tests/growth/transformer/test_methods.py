@@ -283,7 +283,7 @@ def test_presets_and_configurations_name_sizes(make_config):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({}, "give either a size"),
         ({"hidden_size": 16}, "hidden_size=16 is less than the model's 32"),
@@ -306,15 +306,15 @@ def test_presets_and_configurations_name_sizes(make_config):
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_in_one_line(make_config, options, told):
+def test_what_cannot_be_is_refused_in_one_line(make_config, options, message):
     model = tokenformer.TransformerForCausalLM(make_config("transformer"))
-    with pytest.raises(ValueError, match=told) as refused:
+    with pytest.raises(ValueError, match=message) as refused:
         tokenformer.grow(model, **options)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"vocab_size": 62}, "cannot change vocab_size from 61 to 62"),
         ({"norm": "rms_norm"}, "cannot change norm"),
@@ -322,11 +322,11 @@ def test_what_cannot_be_is_refused_in_one_line(make_config, options, told):
     ],
     ids=str,
 )
-def test_a_configuration_must_agree_in_what_is_no_size(make_config, changes, told):
+def test_a_configuration_must_agree_in_what_is_no_size(make_config, changes, message):
     model = tokenformer.TransformerForCausalLM(make_config("transformer", num_key_value_heads=2))
     shape = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
     to = make_config("transformer", **{**shape, **changes})
-    with pytest.raises(ValueError, match=told or "leaves 1 query heads per"):
+    with pytest.raises(ValueError, match=message or "leaves 1 query heads per"):
         tokenformer.grow(model, to)
     with pytest.raises(ValueError, match="not a TokenformerConfig"):
         tokenformer.grow(model, make_config("tokenformer"))
