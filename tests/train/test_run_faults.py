@@ -69,7 +69,7 @@ def test_where_all_checkpoints_are_damaged_nothing_changes(recipe, tmp_path, cap
         f"{out} holds a run without checkpoints; training would overwrite it; remove the" in message
     )
     assert contents(out) == before
-    shutil.rmtree(out)  # as it was told: it starts over
+    shutil.rmtree(out)  # as the message says: it starts over
     main(["train", str(recipe), *options])
     assert [row["step"] for row in read_metrics(out / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 

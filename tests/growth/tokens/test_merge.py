@@ -217,9 +217,7 @@ def test_half_precision_rows_are_compared_by_their_bits(make_config):
     ],
     ids=str,
 )  # fmt: skip
-def test_models_of_another_shape_are_refused_by_all_their_differences(
-    make_config, options, message
-):
+def test_models_of_another_shape_are_refused_with_all_differences(make_config, options, message):
     a, _ = trained_tokenformer(make_config)
     b, _ = trained_tokenformer(make_config, **options)
     with pytest.raises(ValueError, match=f"cannot be merged: {message}$"):
