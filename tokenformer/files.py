@@ -57,10 +57,10 @@ def new_folder(option: str, path: Path) -> Iterator[Path]:
     """
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise InputError(f"{option} {path} is in use; name a new folder")
+            raise InputError(f"{option} {path} already exists; name a new folder")
         unfinished = start_folder(path, siblings=escape(path.name))
     except OSError as error:
-        raise InputError(f"{option} {path} cannot be made: {error.strerror}") from None
+        raise InputError(f"{option} {path} cannot be created: {error.strerror}") from None
     try:
         yield unfinished
         finish_folder(unfinished, path)

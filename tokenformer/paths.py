@@ -86,7 +86,7 @@ def check_hub(name: str, kind: str = "model") -> None:
 
 
 def ask_hub(name: str, kind: str = "model") -> str | None:
-    """Return None if the hub has `name`, else why not. There is one request: transformers and
+    """Return None if the hub has `name`, else the reason. Sends one request; transformers and
     datasets would retry for a minute."""
     from huggingface_hub import HfApi
     from huggingface_hub import errors as hub
@@ -94,13 +94,13 @@ def ask_hub(name: str, kind: str = "model") -> str | None:
     try:
         HfApi().repo_info(name, repo_type=kind, timeout=HUB_SECONDS)
     except hub.HFValidationError:
-        return "not a valid name there"
+        return "not a valid hub name"
     except hub.RepositoryNotFoundError:
         return "not found; a private one needs HF_TOKEN"
     except hub.OfflineModeIsEnabled:
-        return "not asked: offline mode is on"
+        return "offline mode is on"
     except hub.HfHubHTTPError as error:
-        return f"it answered with status {error.response.status_code}"
+        return f"the hub answered with status {error.response.status_code}"
     except Exception:  # whatever its HTTP library raises
         return "could not connect"
     return None

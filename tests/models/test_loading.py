@@ -106,7 +106,7 @@ SPOILERS: dict[str, tuple[Callable[[Path], Any], str]] = {
         f"wrong dtype of {NORM} int32",
     ),
     "a flipped bit": (flip, f"{WEIGHTS} was changed or damaged, its SHA-256 differs"),
-    "a shape": (lambda f: replace(f, torch.ones(31)), f"{NORM} [31] for [32]"),
+    "a shape": (lambda f: replace(f, torch.ones(31)), f"{NORM} [31] instead of [32]"),
     "too short": (
         lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-100]),
         f"{WEIGHTS} is damaged",

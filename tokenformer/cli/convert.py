@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
+from tokenformer.cli.progress import progress
 from tokenformer.errors import InputError
 from tokenformer.files import new_folder
 
@@ -23,7 +23,7 @@ class Conversion:
     options: tuple[str, ...] = ()
     """Command line options that it accepts."""
     reports_progress: bool = False
-    """Whether it takes `on_progress`, a function that shows a line of progress."""
+    """Whether it takes `on_progress`, a `ShowProgress` function."""
 
 
 PRETRAINED = Conversion(
@@ -49,7 +49,6 @@ CONVERSIONS = {
     ("qwen2", "tokenformer"): PRETRAINED,
     ("tokenformer_transformer", "tokenformer"): PRETRAINED,
 }
-SECONDS_BETWEEN_LINES = 10.0
 
 
 def convert_model(
@@ -121,8 +120,8 @@ def convert_model(
         with new_folder("--out", out) as folder:
             found = find_source(source)
             function, conversion = choose(found.kind, to, options)
-            with progress_option(conversion) as progress:
-                report = function(found, folder, **options, **progress)
+            with progress_option(conversion) as shown:
+                report = function(found, folder, **options, **shown)
             if to != RELEASED:
                 config = load_config(str(folder))
                 line = f"Converted from {public_name(source)} ({found.kind})"
@@ -176,24 +175,11 @@ def preprocessor_line(fields: dict[str, Any]) -> str:
 
 @contextmanager
 def progress_option(conversion: Conversion) -> Iterator[dict[str, Any]]:
-    """The `on_progress` option of a conversion, if it has one: a status line on a terminal,
-    elsewhere a line every ten seconds."""
+    """Yield the `on_progress` option of a conversion, if it has one."""
     from rich.console import Console
 
     if not conversion.reports_progress:
         yield {}
         return
-    console = Console(stderr=True, highlight=False)
-    if console.is_terminal:
-        with console.status("loading the model") as status:
-            yield {"on_progress": status.update}
-        return
-    printed = time.monotonic()
-
-    def show_line(line: str) -> None:
-        nonlocal printed
-        if time.monotonic() - printed >= SECONDS_BETWEEN_LINES:
-            printed = time.monotonic()
-            console.print(line, markup=False)
-
-    yield {"on_progress": show_line}
+    with progress(Console(stderr=True, highlight=False)) as show:
+        yield {"on_progress": show}

@@ -7,9 +7,9 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenformer.cli.model import read_config, resolve_folder, resolve_model
+from tokenformer.cli.model import model_errors, read_config, resolve_folder, resolve_model
 from tokenformer.cli.samples import BATCH_SIZE, LONGEST, check_samples, read_samples
-from tokenformer.errors import CheckpointError, DataError, InputError
+from tokenformer.errors import DataError, InputError
 from tokenformer.files import new_folder
 from tokenformer.paths import exists, expand_user, is_local
 from tokenformer.train.options import GrowthOptions
@@ -103,14 +103,10 @@ def grow_model(
         if name in given and method != LIGO:
             raise InputError(f"--{name} {given[name]} is for --method {LIGO}")
 
-    from safetensors import SafetensorError
-    from transformers.utils import logging
-
     from tokenformer.train.model_growth import grow_model_folder
     from tokenformer.train.training_state import grow_checkpoint
 
-    logging.disable_progress_bar()
-    try:
+    with model_errors(out):
         options = growth_options(given)
         config = saved_config(source, is_checkpoint)
         check_family(given, config)
@@ -123,12 +119,6 @@ def grow_model(
             else:
                 verify = not no_verify
                 report = grow_model_folder(source, folder, options, batches, verify=verify)
-    except (ValueError, SafetensorError, CheckpointError) as error:
-        raise InputError(" ".join(str(error).split())) from None
-    except OSError as error:
-        raise InputError(f"{error.filename or out}: {error.strerror or error}") from None
-    finally:
-        logging.enable_progress_bar()
     show(report, out, json)
 
 

@@ -7,7 +7,7 @@ from json import loads
 from pathlib import Path
 from typing import Any
 
-from tokenformer.errors import InputError, TokenformerError, first_line
+from tokenformer.errors import CheckpointError, InputError, TokenformerError, first_line
 from tokenformer.installation import install_hint
 from tokenformer.paths import check_hub, exists, expand_user, is_local, missing_message
 
@@ -100,8 +100,8 @@ def resolve_folder(name: str | Path) -> Path:
 
 @contextmanager
 def model_errors(out: Path) -> Iterator[None]:
-    """Raise errors in models, data and options as one-line `InputError`s; hide the progress bars of
-    transformers."""
+    """Raise errors in models, checkpoints, data and options as one-line `InputError`s; hide the
+    progress bars of transformers."""
     from safetensors import SafetensorError
     from transformers.utils import logging
 
@@ -109,7 +109,7 @@ def model_errors(out: Path) -> Iterator[None]:
     logging.disable_progress_bar()
     try:
         yield
-    except (ValueError, SafetensorError) as error:
+    except (ValueError, SafetensorError, CheckpointError) as error:
         raise InputError(" ".join(str(error).split())) from None
     except OSError as error:
         raise InputError(f"{error.filename or out}: {error.strerror or error}") from None

@@ -32,7 +32,7 @@ def fetch(name: str, patterns: Sequence[str], problem: str | None) -> Path:
             snapshot_download(name, allow_patterns=list(patterns), local_files_only=cached_only)
         )
     except (OSError, ValueError) as error:
-        reason = f"{problem}, and not in the cache" if problem else first_line(error)
+        reason = f"{problem}, and it is not in the cache" if problem else first_line(error)
         raise ConversionError(
             f"{name} is neither a file or folder here nor a model on the hub ({reason})"
         ) from None

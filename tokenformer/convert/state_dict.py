@@ -71,8 +71,8 @@ def refusal_reason(error: pickle.UnpicklingError) -> str:
     asked = text.partition("Unsupported global: GLOBAL ")[2] or text.partition("GLOBAL ")[2]
     if named := asked.split():
         return (
-            f"it contains {named[0]}, which could run code; only files with nothing but tensors "
-            "are read"
+            f"it contains {named[0]}, which could run code; only files that hold "
+            "tensors alone are read"
         )
     return "it contains more than tensors and could run code; only tensors are read"
 

@@ -51,7 +51,7 @@ def open_journal(
             check_no_byte_order_mark(out, sources)
         return journal | {"settings": settings}
     if any(path.name != LEFTOVER for path in out.iterdir()):
-        raise DataError(f"--out {out} is in use; name a new folder")
+        raise DataError(f"--out {out} already exists; name a new folder")
     journal = {
         "settings": settings,
         "stamps": stamps,

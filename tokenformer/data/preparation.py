@@ -189,7 +189,7 @@ def output_folder(out: Path) -> Iterator[None]:
         except BlockingIOError:
             raise DataError(f"--out {out} is in use by another process") from None
         except OSError as error:
-            raise DataError(f"--out {out} cannot be made: {error.strerror}") from None
+            raise DataError(f"--out {out} cannot be created: {error.strerror}") from None
         try:
             yield
         except OSError as error:  # a full disk, for example; errors of reading are DataErrors

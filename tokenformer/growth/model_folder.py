@@ -1,7 +1,7 @@
 """Growing a model on disk: from one Hugging Face folder to another.
 
 A TokenFormer is read through a memory map, one layer at a time, so memory holds the new model and
-one layer of the old. A Transformer is loaded whole.
+one layer of the old. A Transformer is loaded completely.
 """
 
 import shutil

@@ -31,6 +31,7 @@ VERIFIED = "verified.json"
 MAX_REMEMBERED = 512
 BLOCK = 1 << 22
 HINT = f"restore it, or, if the change is yours, delete {CHECKSUMS} or pass --no_verify"
+LOAD_ANYWAY = "use another model, or pass --no_verify to load it anyway"
 Stamp = list[Any]
 """Size, modification time in nanoseconds, and expected SHA-256 of a file, or None."""
 
@@ -82,7 +83,7 @@ def verify_weights(folder: Path, files: list[Path]) -> None:
             reason = f"{file.name} was changed or damaged, its SHA-256 differs from {CHECKSUMS}"
             raise ModelFolderError(folder, f"{reason}; {HINT}")
         if bad is not None:
-            raise ModelFolderError(folder, f"{bad} has NaN or infinite weights")
+            raise ModelFolderError(folder, f"{bad} has NaN or infinite weights; {LOAD_ANYWAY}")
         found[path] = stamp
     if found:
         remember(verified, found)

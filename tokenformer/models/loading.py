@@ -61,7 +61,7 @@ def load_pretrained(model_class: Any, name: str, *, verify: bool = True, **optio
     finally:
         logging.set_verbosity(verbosity)
     misshaped = [
-        f"{key} {[*shape]} for {[*wanted]}"
+        f"{key} {[*shape]} instead of {[*wanted]}"
         for key, shape, wanted in sorted(found["mismatched_keys"])
     ]
     refuse_incomplete(name, sorted(found["missing_keys"]), misshaped)
@@ -174,7 +174,7 @@ def compare(folder: Path, config: Any, stored: dict[str, StoredTensor]) -> None:
         if tensor is None:
             missing += [] if name in tied else [name]
         elif tensor.shape != tuple(wanted.shape):
-            misshaped.append(f"{name} {[*tensor.shape]} for {[*wanted.shape]}")
+            misshaped.append(f"{name} {[*tensor.shape]} instead of {[*wanted.shape]}")
         elif not same_kind(tensor.torch_dtype, wanted.dtype):
             kind = str(tensor.torch_dtype or tensor.dtype).removeprefix("torch.")
             mistyped.append(f"{name} {kind}")
@@ -196,10 +196,10 @@ def refuse_incomplete(
 ) -> None:
     problems = {
         "missing": missing,
-        "of the wrong shape": misshaped,
-        "of the wrong dtype": mistyped,
+        "wrong shape of": misshaped,
+        "wrong dtype of": mistyped,
     }
-    if lines := [f"{what} are {join_names(keys)}" for what, keys in problems.items() if keys]:
+    if lines := [f"{what} {join_names(keys)}" for what, keys in problems.items() if keys]:
         raise IncompleteModelError(name, "; ".join(lines))
 
 

@@ -54,7 +54,7 @@ def sharded_pattention(
 
 
 class FirstOrder(KernelFunction):
-    """Refuses second derivatives: `KernelFunction` takes them from the one-process formula."""
+    """Refuses second derivatives, which `KernelFunction` computes for a single process."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -63,7 +63,7 @@ class FirstOrder(KernelFunction):
 
 
 class Sharded(Kernel):
-    """As `Direct`, with row statistics and outputs exchanged."""
+    """Like `Direct`, with row statistics and outputs exchanged between processes."""
 
     def __init__(self, group: Group, sum_gradient: bool, options: ThetaOptions) -> None:
         super().__init__(options)

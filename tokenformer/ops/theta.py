@@ -2,7 +2,7 @@
 
 Each takes scores A [..., n] and the scale s (`scale_tokens`) and returns weights of the same shape:
 
-    l2_gelu   gelu( sqrt(s) A / ||A||_2 )          the paper's (section 3.2) and as released
+    l2_gelu   gelu( sqrt(s) A / ||A||_2 )          the paper's (section 3.2) and the released code's
     gelu_l2   sqrt(s) gelu(A) / ||gelu(A)||_2
     l1_gelu   gelu( s A / ||A||_1 )                the second row of the paper's ablation
     softmax   s exp(A) / ||exp(A)||_1              the first row
@@ -70,9 +70,16 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _norm(rows: Tensor, order: int) -> Tensor:
-    """Norm over the token axis, kept as [..., 1]. Zero rows count as infinitely long, so that
-    dividing by the norm sends them, and their gradients, to zero instead of NaN."""
-    wide = accumulation_dtype(rows.dtype)
-    norm = torch.linalg.vector_norm(rows, ord=order, dim=-1, keepdim=True, dtype=wide)
+def zero_is_infinite(norm: Tensor) -> Tensor:
+    """Replace the norms of zero rows by infinity: dividing by it makes these rows and their
+    gradients zero instead of NaN."""
+    wide = accumulation_dtype(norm.dtype)
     return norm.masked_fill(norm < math.sqrt(torch.finfo(wide).tiny), math.inf)
+
+
+def _norm(rows: Tensor, order: int) -> Tensor:
+    """Return the norm over the tokens, [..., 1]; infinite for zero rows."""
+    wide = accumulation_dtype(rows.dtype)
+    return zero_is_infinite(
+        torch.linalg.vector_norm(rows, ord=order, dim=-1, keepdim=True, dtype=wide)
+    )

@@ -43,7 +43,7 @@ class Comparison:
     def __str__(self) -> str:
         return (
             f"on {self.tokens:,} tokens: perplexity {perplexity(self.source_loss)} -> "
-            f"{perplexity(self.loss)}, divergence {self.divergence:.2e} nats, same likeliest token "
+            f"{perplexity(self.loss)}, divergence {self.divergence:.2e} nats, same top token "
             f"{self.agreement:.2%}, error of the logits {self.logit_error:.1e}"
         )
 

@@ -10,7 +10,7 @@ solves both. Let x = y + level u, with u a unit vector and u.y = 0. Then
 
 This gives a plain network gelu(K y + b) V, in which
 
-    a GELU MLP            is its own rows;
+    a GELU MLP            is a token per hidden unit;
     a linear projection   is a pair of tokens per channel, z = gelu(z) - gelu(-z), or one token per
                           channel shifted to where gelu is linear, z = gelu(z + B) - B for z + B
                           above `LINEAR_FROM`.

@@ -25,6 +25,9 @@ from tokenformer.train.parallel.distribute import device
 
 STEPS = 200
 
+OnProgress = Callable[[str, int, int], None]
+"""Takes a description, how much is done, and the total."""
+
 
 def convert_transformer(
     source: Source,
@@ -35,10 +38,10 @@ def convert_transformer(
     linear: str = "pair",
     tokenizer: str | None = None,
     no_verify: bool = False,
-    on_progress: Callable[[str], None] = lambda line: None,
+    on_progress: OnProgress = lambda description, done, total: None,
 ) -> ConversionReport:
     """Convert a folder. `data` is calibration data, by default that of `distill`, which is the text
-    to distill on for `steps`."""
+    to distill on for `steps`. `on_progress` is called after every layer and step."""
     if steps is not None and distill is None:
         raise ConversionError(f"--steps {steps} needs --distill DATA")
     if steps is not None and steps < 1:
@@ -66,7 +69,7 @@ def convert_transformer(
             None if text is None else text.batches(),
             held_out=None if measured is None else measured.held_out_batches(),
             linear=linear,
-            on_layer=lambda done: on_progress(f"{done} of {layers} layers"),
+            on_layer=lambda done: on_progress(f"{done} of {layers} layers", done, layers),
         )
     except ValueError as error:
         line = str(error).replace("batches is missing", "--data is missing")
@@ -114,7 +117,7 @@ def distill_on(
     source: PreTrainedModel,
     text: CalibrationData,
     steps: int,
-    on_progress: Callable[[str], None],
+    on_progress: OnProgress,
 ) -> DistillationResult:
     distill_model(
         model,
@@ -124,7 +127,9 @@ def distill_on(
         steps=steps,
         length=text.length,
         on_step=lambda row: on_progress(
-            f"distilling: step {row['step']} of {steps}, divergence {row['loss']:.2e} nats"
+            f"distilling: step {row['step']} of {steps}, divergence {row['loss']:.2e} nats",
+            int(row["step"]),
+            steps,
         ),
     )
     return DistillationResult(steps, compare_with_source(source, model, text.held_out_batches()))

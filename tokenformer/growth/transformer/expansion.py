@@ -69,7 +69,7 @@ class Expansion:
         return self.after.hidden_size != self.before.hidden_size
 
     def generator(self, name: str) -> torch.Generator:
-        """Return a random generator of its own for each name."""
+        """Return a random generator seeded by `name`."""
         return torch.Generator().manual_seed(named_seed(self.seed, name))
 
     def initialized(self, name: str) -> Tensor:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tokenformer.ops.theta import ThetaOptions, accumulation_dtype
+from tokenformer.ops.theta import ThetaOptions, zero_is_infinite
 
 CACHE_BYTES = 2 << 20
 """Size of a block of rows; up to four matrices of this size are in use at once."""
@@ -37,9 +37,9 @@ class ThetaDerivative(ABC):
     tokens."""
 
     saved_per_row: int
-    """How many numbers per row `fill_weights` returns for the backward pass."""
+    """Numbers per row that `fill_weights` returns for the backward pass."""
     statistics_per_row = 1
-    """How many statistics are taken over all scores of a row."""
+    """Statistics over all scores of a row."""
 
     def __init__(self, options: ThetaOptions) -> None:
         _, self.scale, self.approximate, self.eps = options
@@ -113,7 +113,7 @@ class L2Gelu(ThetaDerivative):
         return sums * factor * (self.power / self.scale)
 
     def subtract_norm(self, block: BackwardBlock, shrink: Tensor) -> None:
-        """Longer scores have a smaller factor: d||A|| / dA = A / ||A||."""
+        """Subtract the gradient through the norm in the factor: d||A|| / dA = A / ||A||."""
         block.grad.addcmul_(block.scores, shrink / block.stats[1], value=-1)
 
 
@@ -221,12 +221,6 @@ def cached_rows(matrix: Tensor) -> list[slice]:
     return [slice(start, min(rows, start + step)) for start in range(0, rows, max(1, step))]
 
 
-def zero_is_infinite(norm: Tensor) -> Tensor:
-    """As in `theta.py`: a zero row divided by its norm is zero."""
-    wide = accumulation_dtype(norm.dtype)
-    return norm.masked_fill(norm < math.sqrt(torch.finfo(wide).tiny), math.inf)
-
-
 def gelu(inputs: Tensor, out: Tensor, approximate: str) -> None:
     torch.ops.aten.gelu.out(inputs, approximate=approximate, out=out)
 
@@ -236,7 +230,7 @@ def gelu_(inputs: Tensor, approximate: str) -> None:
 
 
 def gelu_backward_(grad: Tensor, inputs: Tensor, approximate: str) -> None:
-    """`grad` of the output of GELU becomes that of its input."""
+    """Turn `grad`, of the output of GELU, into that of its input, in place."""
     torch.ops.aten.gelu_backward.grad_input(grad, inputs, approximate=approximate, grad_input=grad)
 
 

@@ -1,7 +1,8 @@
 """Pattention by plain matrix products that saves only the scores for the backward pass.
 
-Products take many rows at a time; the elementwise passes between them take few, in memory that is
-reused. Weights are recomputed from the scores in the backward pass.
+Products take many rows at a time. The elementwise passes between them take few, in memory that is
+reused; where `native.fused_theta` supports them, they are one pass of compiled code. Weights are
+recomputed from the scores in the backward pass.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""What a backend is.
+"""The interface of a backend.
 
 Every backend is a function `(x, keys, values, options) -> out`. Most are a `Kernel`: a forward and
 a hand-written backward pass over rows `[R, d]`, which `autograd.py` turns into such a function.
@@ -15,7 +15,7 @@ from tokenformer.ops.theta import ThetaOptions
 Saved = tuple[Tensor, ...]
 """What the backward pass needs besides the inputs."""
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Of rows, keys, values and scale."""
+"""The gradients of rows, keys, values and scale."""
 
 
 class SavedTensor(NamedTuple):

@@ -1,4 +1,4 @@
-"""Pattention of a single row, as in decoding, which is bound by reading the tokens.
+"""Pattention of a single row, as in decoding, which is memory-bound.
 
 BLAS multiplies a vector with a matrix on one thread. Splitting the tokens into a batch of such
 products uses all threads and reads up to twice as fast.
@@ -15,7 +15,7 @@ LEAST_BYTES = 1 << 20
 
 
 def parts_of(x: Tensor, keys: Tensor, values: Tensor) -> int:
-    """How many equal parts to split the tokens into; 1 where splitting does not pay."""
+    """Return the number of equal parts to split the tokens into; 1 if splitting is not faster."""
     one_row = x.numel() == x.shape[-1] and x.device.type == "cpu"
     large = keys.numel() * keys.itemsize >= LEAST_BYTES
     if not (one_row and large and keys.is_contiguous() and values.is_contiguous()):

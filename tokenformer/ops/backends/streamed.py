@@ -31,10 +31,9 @@ from tokenformer.ops.backends.derivatives import (
     gelu_backward_,
     product,
     row_products,
-    zero_is_infinite,
 )
 from tokenformer.ops.backends.interface import Gradients, Kernel, Saved, SavedTensor, Sizes
-from tokenformer.ops.theta import ThetaOptions, accumulation_dtype
+from tokenformer.ops.theta import ThetaOptions, accumulation_dtype, zero_is_infinite
 
 CHUNK_BYTES = 16 << 20
 """Size of a chunk of scores."""
@@ -116,7 +115,7 @@ class L2Gelu(Kernel):
         dy = torch.zeros_like(x, dtype=norm.dtype)
         by_gram = known(root)
         if not by_gram:
-            slope = torch.zeros_like(dy)  # where a row's norm grows: K^T A, or of L1 K^T sign(A)
+            slope = torch.zeros_like(dy)  # along the norm's gradient: K^T A, for L1 K^T sign(A)
         dkeys, dvalues = torch.empty_like(keys), torch.empty_like(values)
         for part, some_keys, some_values, matrices in Chunks(x, keys, values, 3):
             scores, weights, dscores = matrices
@@ -148,7 +147,7 @@ class L2Gelu(Kernel):
     def through_l1(
         self, dkeys: Tensor, x: Tensor, keys: Tensor, values: Tensor, shrink: Tensor
     ) -> None:
-        """The second pass of l1_gelu: what the keys do to the norm."""
+        """The second pass of l1_gelu: the gradient of the keys through the norm."""
         scaled = (shrink * x).to(x.dtype)
         for part, some_keys, _, (scores,) in Chunks(x, keys, values, 1):
             product(x, some_keys.T, scores).sign_()
@@ -262,7 +261,7 @@ class Softmax(Kernel):
 
 
 def gram_root(keys: Tensor) -> Tensor:
-    """R [d, d] with R^T R = K^T K; zero where there is none."""
+    """Return R [d, d] with R^T R = K^T K, or zeros if K^T K is nearly singular."""
     gram = keys.new_zeros(keys.shape[1], keys.shape[1], dtype=torch.float64)
     for some in keys.split(4096):
         double = some.double()
@@ -276,6 +275,7 @@ def gram_root(keys: Tensor) -> Tensor:
 
 
 def known(root: Tensor) -> bool:
+    """Whether `gram_root` was called and found a factor."""
     return root.numel() > 0 and bool(root[0, 0] != 0)
 
 

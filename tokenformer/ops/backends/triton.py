@@ -34,9 +34,8 @@ import torch
 from torch import Tensor
 
 from tokenformer.installation import install_hint
-from tokenformer.ops.backends.derivatives import zero_is_infinite
 from tokenformer.ops.backends.interface import Gradients, Kernel, Saved, SavedTensor, Sizes
-from tokenformer.ops.theta import ThetaOptions
+from tokenformer.ops.theta import ThetaOptions, zero_is_infinite
 
 BLOCK_ROWS = 64
 BLOCK_TOKENS = 64
@@ -108,7 +107,7 @@ class Triton(Kernel):
         return self.scale**self.power / (norm + self.eps), tops[0] if tops else None
 
     def lengths(self, norm: Tensor) -> float | Tensor:
-        """t / c."""
+        """The ratio t / c."""
         if self.theta == "softmax":
             return self.scale
         return norm + self.eps if self.theta == "l1_gelu" else norm * (norm + self.eps)
@@ -178,7 +177,7 @@ class Triton(Kernel):
 
 
 def side(size: int, most: int) -> int:
-    """Side of a tile: a power of two, little larger than needed."""
+    """Side of a tile: the smallest power of two that holds `size`, from SMALLEST to `most`."""
     return min(most, max(SMALLEST, 1 << (size - 1).bit_length()))
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # Constants of the GELUs. They must be the right factor of a product: on the left they make the
-# interpreter take the whole product for a constant.
+# interpreter treat the product as a constant.
 HALF_ROOT = tl.constexpr(math.sqrt(0.5))
 BELL = tl.constexpr(1 / math.sqrt(2 * math.pi))
 LINEAR = tl.constexpr(2 * math.sqrt(2 / math.pi))
@@ -46,7 +46,7 @@ def row_sums(
             terms = dweights * gelu_slope(normed, TANH) * normed
         else:
             terms = dweights * weights_of(scores, factor, THETA, TANH)
-        # Scores beyond the edge are zero, but softmax weighs them, and that may be infinite.
+        # Scores beyond the edge are zero, but softmax gives them weights, possibly infinite.
         found = tl.sum(tl.where(t[None, :] < tokens, terms, 0.0), 1)
     elif THETA == "l2_gelu":
         found = tl.sum(scores * scores, 1)
@@ -72,9 +72,9 @@ def mixtures(
 ):  # fmt: skip
     """out [count, channels] = T mixed, where T [count, others] is theta(A), or dL/dA if BACKWARD.
 
-    By rows, left is x, right the keys, and likewise dleft the gradient of the output, dright the
-    values; else they change places, and T is the transpose. So this is the output and the gradients
-    of rows, keys and values. One program makes one tile of `out`.
+    If BY_ROWS, left is x, right the keys, dleft the gradient of the output and dright the values;
+    otherwise they are swapped and T is the transpose. This covers the output and the gradients of
+    rows, keys and values. One program computes one tile of `out`.
     """
     i = block(tl.program_id(0), BLOCK)
     c = block(tl.program_id(1), OUTER)
@@ -102,7 +102,7 @@ def mixtures(
 
 @triton.jit
 def block(index, SIZE: tl.constexpr):
-    """The places of a block, in 64 bits: rows times channels may be more than 32 can count."""
+    """The indices of a block, in 64 bits: rows times channels may overflow 32 bits."""
     return (index * SIZE + tl.arange(0, SIZE)).to(tl.int64)
 
 
@@ -123,14 +123,14 @@ def inner_products(left, right, i, j, count, others, width, INNER: tl.constexpr)
 @triton.jit
 def add_product(total, a, b):
     """total + a b, in fp32 and never in TF32."""
-    if INTERPRETED:  # which would multiply the bits of bf16 as if they were integers
+    if INTERPRETED:  # the interpreter would multiply the bits of bf16 as integers
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
 
 
 @triton.jit
 def row_numbers(numbers, i, j, count, others, BY_ROWS: tl.constexpr):
-    """A number a row, along the side of a tile where its rows are."""
+    """Load one number per row, shaped to broadcast over a tile."""
     if BY_ROWS:
         found = tl.load(numbers + i, mask=i < count, other=0.0)[:, None]
     else:
@@ -152,7 +152,7 @@ def weights_of(scores, factor, THETA: tl.constexpr, TANH: tl.constexpr):
 
 @triton.jit
 def dscores_of(scores, dweights, factor, shrink, THETA: tl.constexpr, TANH: tl.constexpr):
-    """dL/dA; `shrink` is what longer scores cost by a smaller factor, see `triton.py`."""
+    """dL/dA; `shrink` is c in `triton.py`, the gradient through the norm."""
     if THETA == "softmax":
         dscores = factor * tl.exp(scores) * (dweights - shrink)
     elif THETA == "gelu_l2":

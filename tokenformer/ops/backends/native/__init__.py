@@ -1,4 +1,9 @@
-"""Compiled C++ for decoding on a CPU: each parameter token is read once, in order."""
+"""Compiled C++ kernels for CPUs.
+
+few_rows      pattention and matrix products of a few rows without gradients, as in decoding
+fused_theta   norm, scale and GELU of the scores in one pass, forward and backward, for `direct`
+library       compiles decode.cpp and theta.cpp and loads them
+"""
 
 from tokenformer.ops.backends.native.few_rows import linear, supports
 

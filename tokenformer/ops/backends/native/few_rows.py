@@ -22,7 +22,7 @@ from tokenformer.ops.theta import THETAS, ThetaOptions
 MAX_ROWS = 8
 """With more rows a matrix product is faster: it reuses each token it has read."""
 BYTES_PER_THREAD = 1 << 16
-"""Bytes to read that make another thread worth waking."""
+"""Bytes each thread reads at least; starting a thread for fewer costs more than it saves."""
 ORDER = {theta: number for number, theta in enumerate(THETAS)}
 
 
@@ -60,7 +60,7 @@ def token_pointers(
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
 ) -> Tokens:
-    """Where keys and values lie in memory. `key_scales` and `value_scales` [n] are for int8."""
+    """Return pointers to keys and values; `key_scales` and `value_scales` [n] are for int8."""
     return Tokens(
         keys.data_ptr(),
         values.data_ptr(),
@@ -109,15 +109,15 @@ def linear(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
 def workspace(
     threads: int, scores: int, norms: int, outputs: int, spare: int = 0
 ) -> tuple[Tensor, Work]:
-    """A buffer for the scores, for norms and output sums of every thread, and for `spare` numbers
-    at its end; and the pointers into it. Keep the tensor alive while they are in use."""
+    """Return a buffer and pointers into it: scores, then norms and output sums of every thread,
+    then `spare` numbers. Keep the tensor alive while the pointers are in use."""
     count = scores + threads * (2 * norms + outputs) + spare
-    buffer = torch.empty(count, dtype=torch.float32, device="cpu")  # whatever the defaults are
+    buffer = torch.empty(count, dtype=torch.float32, device="cpu")  # whatever torch's defaults are
     totals = buffer.data_ptr() + 4 * scores
     tops = totals + 4 * threads * norms
     return buffer, Work(buffer.data_ptr(), totals, tops, tops + 4 * threads * norms)
 
 
 def threads_for(size: int) -> int:
-    """How many threads to use for reading `size` bytes."""
+    """Return the number of threads to read `size` bytes with."""
     return max(1, min(torch.get_num_threads(), size // BYTES_PER_THREAD))

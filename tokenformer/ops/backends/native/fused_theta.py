@@ -1,7 +1,7 @@
 """Norm, scale and GELU of `l2_gelu` in one native pass over the scores, and its derivative in one.
 
-`direct` uses it between its matrix products: by torch's operations these are three passes forward
-and seven backward, which in a narrow model cost as much as the products.
+`direct` calls it between its matrix products. torch's operations take three passes forward and
+seven backward, which in a narrow model cost as much as the products.
 """
 
 import torch
@@ -11,11 +11,11 @@ from tokenformer.ops.backends.native.library import function, library
 from tokenformer.ops.theta import ThetaOptions
 
 ELEMENTS_PER_THREAD = 1 << 14
-"""Scores that make another thread worth waking."""
+"""Scores of each thread at least; starting a thread for fewer costs more than it saves."""
 
 
 def supports_fused(x: Tensor, options: ThetaOptions) -> bool:
-    """Whether scores of `x` can take the native pass: `l2_gelu` with exact GELU, fp32 on a CPU."""
+    """Whether scores of `x` can be computed natively: `l2_gelu` with exact GELU, fp32 on a CPU."""
     return (
         options.theta == "l2_gelu"
         and options.approximate == "none"
@@ -26,8 +26,8 @@ def supports_fused(x: Tensor, options: ThetaOptions) -> bool:
 
 
 def fill_weights(scores: Tensor, weights: Tensor, stats: Tensor, options: ThetaOptions) -> None:
-    """Write the weights [R, n] of scores [R, n], and the factor and norm of every row into `stats`
-    [R, 2]. All are contiguous."""
+    """Write the weights of scores [R, n] to `weights` [R, n], and the factor and norm of every row
+    to `stats` [R, 2]. All are contiguous."""
     function("l2_gelu_forward", scores.dtype)(
         scores.data_ptr(),
         *scores.shape,

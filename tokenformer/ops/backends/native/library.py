@@ -1,7 +1,7 @@
-"""Compiles the C++ sources when it is first needed and loads the library.
+"""Compiles the C++ sources on first use and loads the library.
 
-This takes a second or two. The library is built for this machine's processor and kept in the user's
-cache. If it cannot be built, decoding is slower but works.
+Compiling takes a few seconds. The library is built for this machine's processor and kept in the
+user's cache. Without it, decoding and training on a CPU work, but are slower.
 """
 
 import ctypes
@@ -105,16 +105,16 @@ def library() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(built()))
     except UntrustedError as error:
-        logger.warning("decoding without native code, at about half the speed: %s", error)
+        logger.warning("native CPU kernels are off, so decoding and training are slower: %s", error)
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
-        logger.info("no native code for decoding: %s", error)
+        logger.info("native CPU kernels are not available: %s", error)
     return None
 
 
 def built() -> Path:
     """Return the library for this source, compiler and processor; build it if needed."""
     if os.name != "posix":
-        raise OSError("it is built on Linux and macOS only")
+        raise OSError("they are built on Linux and macOS only")
     compiler = find_compiler()
     version = subprocess.run(
         [*compiler, "--version"], capture_output=True, check=True, timeout=120

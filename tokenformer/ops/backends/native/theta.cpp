@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-static const float TINY = 1.0842022e-19f;  // as in theta.py: a smaller norm is that of a zero row
+static const float TINY = 1.0842022e-19f;  // as in theta.py: a row with a smaller norm counts as zero
 
 // exp(-y) for y >= 0, with a relative error of about 1e-7.
 static inline float exp_of_minus(float y) {
