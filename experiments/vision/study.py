@@ -182,10 +182,10 @@ def linear(images: str, folder: Path, seed: int, steps: int) -> Result:
     saved = folder / "result.json"
     if saved.exists():
         return json.loads(saved.read_text())
-    materials = make_workload(recipe_of(images, "TokenFormer", seed, steps))
-    task = materials.task(materials.first_model())
+    workload = make_workload(recipe_of(images, "TokenFormer", seed, steps))
+    task = workload.task(workload.first_model())
     torch.manual_seed(seed)
-    model = torch.nn.Linear(28 * 28, len(materials.classes))
+    model = torch.nn.Linear(28 * 28, len(workload.classes))
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=DECAY)
     schedule = OneCycleLR(optimizer, RATE, steps, pct_start=0.05, cycle_momentum=False)
     for step in range(steps):

@@ -127,8 +127,8 @@ def test_ligo_learns_on_a_corpus(transformer, tmp_path, capsys):
     [
         (["--hidden_size", "64", "--steps", "3"], "--steps 3 is for --method ligo"),
         (["--hidden_size", "64", "--method", "ligo", "--data", "none"], "none"),
-        (["--ffn_tokens", "50"], "--ffn_tokens 50 is not for a tokenformer_transformer model"),
-        (["--init", "zero", "--hidden_size", "64"], "--init zero is not for a"),
+        (["--ffn_tokens", "50"], "--ffn_tokens 50 does not apply to a Transformer"),
+        (["--init", "zero", "--hidden_size", "64"], "--init zero does not apply to a Tr"),
         (["--hidden_size", "64", "--method", "ligo"], "ligo is trained on data"),
         (["--hidden_size", "64", "--method", "nil"], "method='nil' is unknown"),
         (["--to", "354m"], "head size of 64"),
@@ -162,7 +162,7 @@ def test_a_model_of_another_kind_is_named(tmp_path, capsys):
     [
         (
             ["--hidden_size", "64", "--out", "new"],
-            "--hidden_size 64 is not for a tokenformer model",
+            "--hidden_size 64 does not apply to a TokenFormer; its sizes are --qkv_tokens",
         ),
         (["--ffn_tokens", "50", "--out", "new"], "cannot shrink"),
         (["--to", "354m", "--out", "new"], "cannot change hidden_size from 32 to 768"),

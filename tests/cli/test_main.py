@@ -161,6 +161,27 @@ def test_flags_and_lists_may_be_written_as_people_write_them(given, spelled):
 
 
 @pytest.mark.parametrize(
+    ("given", "spelled"),
+    [
+        (["--run.compile", "--max_steps", "2"], ["--run.compile=true", "--max_steps", "2"]),
+        (["--augmentation.flip", "false"], ["--augmentation.flip=false"]),
+        (["--run.steps", "2"], ["--run.steps", "2"]),
+    ],
+)
+def test_flags_in_sections_need_no_value(given, spelled):
+    assert Arguments(load(COMMANDS["train"]), given).words == spelled
+
+
+def test_help_shows_flags_without_values_and_no_null():
+    text = run_command("generate", "--help").stdout
+    assert "\n  --json " in text
+    assert "true,false" not in text
+    assert "null" not in text
+    assert "--max_new_tokens MAX_NEW_TOKENS" in text
+    assert "(type: float, default: 0.8)" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
     "words",
     [
         "generate LONG --prompt a",

@@ -72,7 +72,7 @@ def test_a_text_file_to_shards(tmp_path):
     (tmp_path / "book.txt").write_text("It was a dark and stormy night.\n" * 100)
     done = run("book.txt", "--out", "data/book", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "train: 3,041 tokens, 1 documents, 3,040 bytes" in done.stdout
+    assert "train: 3,041 tokens, 1 document, 3,040 bytes" in done.stdout
     assert done.stdout.endswith("Saved to data/book\n")
     out = tmp_path / "data" / "book"
     assert {path.name for path in out.iterdir()} == {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.corpus import prepare_small_corpus
+from tests.support.corpora import prepare_small_corpus
 
 
 @pytest.fixture(scope="session")

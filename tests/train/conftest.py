@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.corpus import prepare_small_corpus
+from tests.support.corpora import prepare_small_corpus
 from tests.support.processes import run
 from tests.support.training import SECTIONS
 

@@ -84,8 +84,7 @@ def convert_model(
             default), or shift, one per channel, which is only exact in fp32.
         distill: For a Transformer: text to distill on after the conversion.
         steps: Distillation steps of 8 sequences; by default 200.
-        no_verify: For our model folders: do not check the weights against checksums.json and for
-            NaN and inf.
+        no_verify: For our model folders: skip verifying the weights (checksums.json, NaN, inf).
         json: Print the report as JSON.
     """
     if out is None:

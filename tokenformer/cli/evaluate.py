@@ -74,7 +74,7 @@ def evaluate(
         batch_size: Windows, requests or images per batch; by default as many as fit.
         limit: Use only the first items of each task, tokens of the text, or images.
         bits: 8 loads a TokenFormer with int8 weights; not with --images.
-        no_verify: Do not check the weights against checksums.json, nor for NaN and inf.
+        no_verify: Skip verifying the weights (checksums.json, NaN, inf).
         json: Print one JSON document.
     """
     check_options(

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from tokenformer.growth.growth_report import GrowthReport
 
 LIGO, LIGO_STEPS = "ligo", 100
-TOKEN_SIZES = ("qkv_tokens", "output_tokens", "ffn_tokens")
-TRANSFORMER_SIZES = (
+TOKEN_SIZES: tuple[str, ...] = ("qkv_tokens", "output_tokens", "ffn_tokens")
+TRANSFORMER_SIZES: tuple[str, ...] = (
     "hidden_size",
     "num_hidden_layers",
     "intermediate_size",
     "num_attention_heads",
 )
-TOKEN_OPTIONS = ("init", "scale", "old_rate", *TOKEN_SIZES)
-TRANSFORMER_OPTIONS = ("method", "data", "steps", *TRANSFORMER_SIZES)
+TOKEN_OPTIONS: tuple[str, ...] = ("init", "scale", "old_rate", *TOKEN_SIZES)
+TRANSFORMER_OPTIONS: tuple[str, ...] = ("method", "data", "steps", *TRANSFORMER_SIZES)
 
 
 def grow_model(
@@ -84,7 +84,7 @@ def grow_model(
             entries the mean second moment of the old, or reset all.
         old_rate: Factor on the learning rate of the old tokens; 0 freezes them.
         seed: Seed of the new random weights.
-        no_verify: Do not check the weights against checksums.json, nor for NaN and inf.
+        no_verify: Skip verifying the weights (checksums.json, NaN, inf).
         json: Print the report as JSON.
     """
     given = {name: value for name, value in locals().items() if value is not None}
@@ -148,14 +148,19 @@ def check_family(given: dict[str, Any], config: dict[str, Any]) -> None:
     from tokenformer.models.configuration import TokenConfig
     from tokenformer.models.model_classes import CONFIG_CLASSES
 
-    kind = config.get("model_type")
-    family = CONFIG_CLASSES.get(str(kind))
+    family = CONFIG_CLASSES.get(str(config.get("model_type")))
     if family is None:
         return  # another kind of model: refused where it is loaded
-    others = TRANSFORMER_OPTIONS if issubclass(family, TokenConfig) else TOKEN_OPTIONS
+    if issubclass(family, TokenConfig):
+        model, sizes, others = "TokenFormer", TOKEN_SIZES, TRANSFORMER_OPTIONS
+    else:
+        model, sizes, others = "Transformer", TRANSFORMER_SIZES, TOKEN_OPTIONS
     for name in others:
         if name in given:
-            raise InputError(f"--{name} {given[name]} is not for a {kind} model")
+            options = ", ".join(f"--{size}" for size in sizes)
+            raise InputError(
+                f"--{name} {given[name]} does not apply to a {model}; its sizes are {options}"
+            )
 
 
 def ligo_batches(config: dict[str, Any], data: Path | None, steps: int) -> "Iterator[Tensor]":

@@ -5,13 +5,14 @@ import re
 import sys
 from argparse import SUPPRESS, Action
 from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
 from inspect import signature
 from itertools import takewhile
 from json import dumps
 from pathlib import Path
 from typing import Any, NoReturn, get_origin, get_type_hints
 
-from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 
 from tokenformer.cli.recipes import find_recipe, recipe_list
 from tokenformer.errors import InputError
@@ -69,6 +70,15 @@ class OneLineParser(ArgumentParser):
         )
 
 
+class HelpFormatter(DefaultHelpFormatter):
+    """jsonargparse's formatter, with shorter types: options without a default may be left out, and
+    `--json` needs no value."""
+
+    def _expand_help(self, action: Action) -> str:
+        text = super()._expand_help(action).removesuffix(" (type: bool, default: False)")
+        return re.sub(r"( \| null|Optional\[(.*)\])?, default: null\)$", r"\2)", text)
+
+
 class ListRecipes(Action):
     """`--list`: print the recipes and exit."""
 
@@ -114,6 +124,7 @@ def build_parser(command: str, function: Callable[..., None], usage: str) -> One
         usage=f"{usage} [options]" if usage else None,
         description=" ".join(summary.split()),
         allow_abbrev=False,
+        formatter_class=HelpFormatter,
     )
     parser.usage_line = usage
     skip = set()
@@ -126,12 +137,28 @@ def build_parser(command: str, function: Callable[..., None], usage: str) -> One
         )
         skip = {RECIPE}
     parser.add_function_arguments(function, as_group=False, as_positional=True, skip=skip)
+    for action in parser._actions:
+        if action.metavar == "{true,false}" and action.default is False:
+            action.metavar = ""
+        elif not action.option_strings:
+            action.metavar = action.dest
     return parser
 
 
 def is_value(word: str) -> bool:
     """Return whether a word is a value rather than an option; negative numbers are values."""
     return re.match(r"-\D", word) is None
+
+
+def section_flags(hints: dict[str, Any]) -> dict[str, Any]:
+    """Return the boolean options in sections, such as `--run.compile`."""
+    return {
+        f"{section}.{name}": bool
+        for section, options in hints.items()
+        if is_dataclass(options)
+        for name, hint in get_type_hints(options).items()
+        if hint is bool
+    }
 
 
 class Arguments:
@@ -150,6 +177,7 @@ class Arguments:
         self.words, self.texts, self.recipe = [], {}, None
         waiting = list(words)
         hints: dict[str, Any] = {f"--{n}": h for n, h in get_type_hints(function).items()}
+        hints |= section_flags(hints)
         parameters = signature(function).parameters.values()
         required = [p.name for p in parameters if p.default is p.empty]
         positional = [f"--{name}" for name in required if name != RECIPE]

@@ -26,7 +26,7 @@ def predict(
         model: A model folder, a run folder or a hub name of any image classifier.
         images: Image files.
         top: Number of classes to print.
-        no_verify: Do not check the weights against checksums.json, nor for NaN and inf.
+        no_verify: Skip verifying the weights (checksums.json, NaN, inf).
         json: Print one JSON document.
     """
     if top < 1:

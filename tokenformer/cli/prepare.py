@@ -128,8 +128,6 @@ def cores() -> int:
 
 def print_summary(console: "Console", index: dict[str, Any], out: Path) -> None:
     for split, entry in index["splits"].items():
-        console.print(
-            f"{split}: {entry['tokens']:,} tokens, {entry['documents']:,} documents, "
-            f"{entry['bytes']:,} bytes"
-        )
+        documents = f"{entry['documents']:,} document" + "s" * (entry["documents"] != 1)
+        console.print(f"{split}: {entry['tokens']:,} tokens, {documents}, {entry['bytes']:,} bytes")
     console.print(f"Saved to {out}", markup=False)

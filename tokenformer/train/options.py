@@ -11,6 +11,7 @@ class ModelOptions:
     """The model to train."""
 
     family: Literal["tokenformer", "transformer"] = "tokenformer"
+    """A TokenFormer, or the Transformer baseline."""
     preset: str | None = None
     """A published size; `options` override it."""
     start_from: str | None = None
@@ -58,8 +59,11 @@ class OptimizerOptions:
     learning_rate: float = 6e-4
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moments."""
     eps: float = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: float = 0.1
+    """Decoupled weight decay."""
     clip_norm: float | None = 1.0
     """Maximum gradient norm; null for no clipping."""
     rates: dict[str, float] = field(default_factory=dict)
@@ -83,6 +87,7 @@ class ScheduleOptions:
     """cosine decays to the floor; wsd (warm-up, stable, decay) is constant, then falls linearly to
     the floor over the last `decay` of the run."""
     warmup_steps: int = 100
+    """Steps of the warm-up."""
     floor: float = 0.1
     """Final learning rate, as a fraction of the peak."""
     decay: float = 0.2
@@ -100,6 +105,7 @@ class RunOptions:
     """Steps, batch size, precision, parallelism, validation, checkpoints and logging."""
 
     steps: int = 1000
+    """Training steps; a run with `stages` takes theirs."""
     batch_size: int = 32
     """Global batch size: sequences or images per step over all processes."""
     micro_batch_size: int | None = None
@@ -109,9 +115,13 @@ class RunOptions:
     """Decay of an exponential moving average of the weights, such as 0.999. The averaged weights
     are validated and exported. None by default."""
     seed: int = 0
+    """Seed for weights, data order and augmentation."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """fp32, or mixed precision with fp32 weights."""
     compile: bool = False
+    """Compile the model with torch.compile."""
     activation_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
     """Under torchrun: replicate the model (ddp, the default) or shard it (fsdp)."""
     tensor_parallel: int = 1
@@ -123,7 +133,9 @@ class RunOptions:
     validate_every: int = 100
     """Steps between validations; 0 for none, needed if the data has no validation split."""
     validation_sequences: int = 64
+    """Sequences or images per validation."""
     checkpoint_every: int = 200
+    """Steps between checkpoints."""
     keep_last: int = 2
     """Checkpoints to keep, besides the best one."""
     on_spike: Literal["stop", "skip", "rollback"] = "stop"

@@ -163,6 +163,6 @@ def counts_without_idle(model: nn.Module, idle: Mapping[str, Tensor]) -> TokenCo
 def missing_batches(name: str, counts: Mapping[str, int], idle: Mapping[str, Tensor]) -> str:
     lost, droppable = len(idle[name]) - counts[name], int(idle[name].sum())
     return (
-        f"batches is missing: {name} is to lose {lost} tokens, of which {droppable} are idle (zero "
-        "keys); ranking the others needs data"
+        "batches is missing: without data only unused tokens (zero keys) can be removed, and "
+        f"{name} has {droppable} of them, not {lost}"
     )
