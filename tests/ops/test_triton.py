@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tokenformer.installation import install_hint
 from tokenformer.ops import THETAS, backends, pattention
 from tokenformer.ops.backends import triton
 from tokenformer.ops.theta import ThetaOptions
@@ -25,7 +27,7 @@ MOST_SHARED = 99 << 10
 
 with_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
-    reason="triton is not installed: pip install 'tokenformer[gpu]'",
+    reason=f"triton is not installed: {install_hint('gpu')}",
 )
 
 
@@ -61,7 +63,8 @@ def test_without_triton_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "tokenformer.ops.backends.triton_kernels", raising=False)
     monkeypatch.delattr(backends, "triton_kernels", raising=False)
-    with pytest.raises(RuntimeError, match=r"backend='triton'.*tokenformer\[gpu\].*'auto'"):
+    needed = re.escape(install_hint("gpu"))
+    with pytest.raises(RuntimeError, match=f"backend='triton'.*{needed}.*'auto'"):
         pattention(*inputs(), backend="triton")
 
 
