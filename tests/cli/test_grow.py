@@ -10,6 +10,7 @@ import tokenformer
 from tests.support.growth import trained_tokenformer, trained_transformer
 from tokenformer.cli import main
 from tokenformer.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
+from tokenformer.train import checkpoint
 
 
 @pytest.fixture
@@ -201,3 +202,18 @@ def test_what_is_no_model_is_named(tmp_path, folder, capsys):
         main(["grow", str(folder), "--ffn_tokens", "200", "--out", str(tmp_path / "x")])
     assert end.value.code == 2
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("file", ["state.json", "manifest.json"])
+def test_a_damaged_checkpoint_is_refused_and_leaves_nothing(tmp_path, make_config, capsys, file):
+    model, optimizer = trained_tokenformer(make_config, vocab_size=VOCAB_SIZE)
+    state = {"step": 3, "config": model.config.to_dict()}
+    path = checkpoint.save(tmp_path / "checkpoints", model=model, optimizer=optimizer, state=state)
+    (path / file).write_text("{")
+    with pytest.raises(SystemExit) as end:
+        main(["grow", str(path), "--ffn_tokens", "200", "--out", str(tmp_path / "larger")])
+    assert end.value.code == 2
+    errors = capsys.readouterr().err
+    assert file in errors
+    assert errors.count("\n") == 1
+    assert not (tmp_path / "larger").exists()

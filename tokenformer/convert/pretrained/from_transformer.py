@@ -1,4 +1,4 @@
-"""Converting a pretrained Transformer to a TokenFormer that computes the same function.
+"""Convert a pretrained Transformer to a TokenFormer: exactly after layer norms, fitted elsewhere.
 
     model, report = from_transformer(source, batches)
 
