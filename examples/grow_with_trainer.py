@@ -22,8 +22,8 @@ def standard_library() -> Dataset:
     """Sequences of bytes of Python's own sources."""
     folder = Path(argparse.__file__).parent
     text = b"".join(file.read_bytes() for file in sorted(folder.glob("*.py"))[:40])
-    pieces = [list(text[i : i + LENGTH]) for i in range(0, len(text) - LENGTH, LENGTH)]
-    return Dataset.from_dict({"input_ids": pieces, "labels": pieces})
+    sequences = [list(text[i : i + LENGTH]) for i in range(0, len(text) - LENGTH, LENGTH)]
+    return Dataset.from_dict({"input_ids": sequences, "labels": sequences})
 
 
 def make_trainer(

@@ -33,6 +33,11 @@ class TrainingError(TokenformerError):
     exit_code = 1
 
 
+def one_line(error: Exception) -> str:
+    """Return the message of an error on one line, or its type if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of another library's error, with its type if it is unexpected."""
     line = next(iter(str(error).strip().splitlines()), "")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenformer.cli.progress import progress
-from tokenformer.errors import InputError
+from tokenformer.errors import InputError, one_line
 from tokenformer.files import new_folder
 
 
@@ -126,7 +126,7 @@ def convert_model(
                 line = f"Converted from {public_name(source)} ({found.kind})"
                 write_card(folder, config, [*history_of(found), line])
     except (ConversionError, ValueError, SafetensorError) as error:
-        message = " ".join(str(error).split())
+        message = one_line(error)
         raise InputError(message if source in message else f"{source}: {message}") from None
     except OSError as error:
         raise InputError(f"{error.filename or out}: {error.strerror or error}") from None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenformer.cli.model import model_errors, read_config, resolve_folder, resolve_model
 from tokenformer.cli.samples import BATCH_SIZE, LONGEST, check_samples, read_samples
-from tokenformer.errors import DataError, InputError
+from tokenformer.errors import InputError
 from tokenformer.files import new_folder
 from tokenformer.paths import exists, expand_user, is_local
 from tokenformer.train.options import GrowthOptions
@@ -169,16 +169,13 @@ def ligo_batches(config: dict[str, Any], data: Path | None, steps: int) -> "Iter
         raise InputError(f"--method {LIGO} is trained on data; give --data FOLDER")
     if steps < 1:
         raise InputError(f"--steps {steps} must be at least 1")
-    try:
-        batches = read_samples(
-            data,
-            split="train",
-            sequences=steps * BATCH_SIZE,
-            length=min(LONGEST, config.get("max_position_embeddings", LONGEST)),
-            vocab_size=config.get("vocab_size", 0),
-        )
-    except DataError as error:
-        raise InputError(f"--data {data}: {error}") from None
+    batches = read_samples(
+        data,
+        split="train",
+        sequences=steps * BATCH_SIZE,
+        length=min(LONGEST, config.get("max_position_embeddings", LONGEST)),
+        vocab_size=config.get("vocab_size", 0),
+    )
     return cycle(batches)
 
 

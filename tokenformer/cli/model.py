@@ -7,7 +7,7 @@ from json import loads
 from pathlib import Path
 from typing import Any
 
-from tokenformer.errors import CheckpointError, InputError, TokenformerError, first_line
+from tokenformer.errors import CheckpointError, InputError, TokenformerError, first_line, one_line
 from tokenformer.installation import install_hint
 from tokenformer.paths import check_hub, exists, expand_user, is_local, missing_message
 
@@ -110,7 +110,7 @@ def model_errors(out: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, SafetensorError, CheckpointError) as error:
-        raise InputError(" ".join(str(error).split())) from None
+        raise InputError(one_line(error)) from None
     except OSError as error:
         raise InputError(f"{error.filename or out}: {error.strerror or error}") from None
     finally:

@@ -28,14 +28,9 @@ def read_samples(
     import torch
 
     from tokenformer.data.batches import fixed_batches
-    from tokenformer.data.corpus import Corpus
+    from tokenformer.data.corpus import open_corpus
 
-    corpus = Corpus(data)
-    if corpus.vocab_size > vocab_size:
-        raise InputError(
-            f"--data {data} has a vocabulary of {corpus.vocab_size}, the model one of "
-            f"{vocab_size}; prepare the text with the model's tokenizer"
-        )
+    corpus = open_corpus(data, None, vocab_size)
     found = fixed_batches(corpus.split(split), batch_size=1, length=length, count=sequences)
     return list(torch.cat(found)[:, :-1].split(BATCH_SIZE))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokenformer.data.augmentation_options import AugmentationOptions
-from tokenformer.errors import InputError
+from tokenformer.errors import InputError, one_line
 from tokenformer.train.options import (
     DataOptions,
     ModelOptions,
@@ -215,7 +215,3 @@ def remove_if_empty(folder: Path) -> None:
     """Remove the folder of a run that was refused before it wrote anything."""
     with suppress(OSError):
         folder.rmdir()
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -13,9 +13,9 @@ from itertools import count
 from typing import IO, Any, NamedTuple
 
 from tokenformer.data.compression import MIN_LIMIT, limit_message, read_errors
-from tokenformer.data.sources import Source, one_line
+from tokenformer.data.sources import Source
 from tokenformer.data.splits import STANDARD_BOUNDARIES, STANDARD_SIZE, UNSPLIT, Boundaries
-from tokenformer.errors import DataError
+from tokenformer.errors import DataError, one_line
 
 BLOCK_BYTES = 1 << 18
 PARQUET_ROWS = 4

@@ -26,7 +26,7 @@ from tokenformer.data.images import (
     check_policy,
 )
 from tokenformer.data.order import shuffled_indices
-from tokenformer.errors import DataError
+from tokenformer.errors import DataError, one_line
 from tokenformer.installation import install_hint
 from tokenformer.paths import (
     NameNotFoundError,
@@ -199,7 +199,7 @@ def read_dataset(name: str, load: Callable[[], Any], on_corrupt: str) -> dict[st
     try:
         found = load()
     except Exception as error:  # anything the hub, the disk or a loader raises
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(error)
         raise DataError(f"images {name} are neither a folder nor a dataset: {reason}") from None
     rows_by_split = dict(found) if isinstance(found, dict) else {"train": found}
     return {split: read_rows(name, rows, on_corrupt) for split, rows in rows_by_split.items()}

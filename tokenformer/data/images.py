@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tokenformer.errors import DataError
+from tokenformer.errors import DataError, one_line
 from tokenformer.models.pixels import Pixels, to_pillow, to_pixels
 
 logger = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ def decode(name: Any, read: Callable[[], Any]) -> Pixels:
     except FileNotFoundError:
         raise CorruptImageError(f"{name} does not exist") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(error)
         raise CorruptImageError(f"{name} cannot be read as an image: {reason}") from None
 
 

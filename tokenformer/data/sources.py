@@ -27,7 +27,7 @@ from tokenformer.data.text_encoding import (
     as_utf8,
     detect_byte_order_mark,
 )
-from tokenformer.errors import DataError
+from tokenformer.errors import DataError, one_line
 from tokenformer.paths import check_hub, exists, expand_user, is_local, missing_message
 
 SPLITS = ("train", "validation", "test")
@@ -250,7 +250,3 @@ def load_splits(name: str, subset: str | None) -> dict[str, Any]:
         split: rows.to_iterable_dataset() if isinstance(rows, datasets.Dataset) else rows
         for split, rows in splits.items()
     }
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokenformer.data.byte_tokenizer import END_OF_TEXT_SYMBOL, byte_level
-from tokenformer.data.sources import one_line
-from tokenformer.errors import DataError
+from tokenformer.errors import DataError, one_line
 from tokenformer.files import fsync, write_atomic
 from tokenformer.paths import (
     NameNotFoundError,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from tokenformer.errors import DataError
+from tokenformer.errors import DataError, one_line
 from tokenformer.evaluate.benchmarks import BENCHMARKS, Benchmark, Row
 
 
@@ -91,7 +91,7 @@ def read_rows(benchmark: Benchmark, path: Path) -> Iterator[Row]:
         except KeyError as error:
             raise DataError(f"{path}, line {index + 1} has no field {error}") from None
         except (ValueError, TypeError, AttributeError) as error:
-            reason = " ".join(str(error).split())
+            reason = one_line(error)
             raise DataError(
                 f"{path}, line {index + 1} is not a row of {benchmark.task}: {reason}"
             ) from None

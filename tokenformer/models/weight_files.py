@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tokenformer.errors import TokenformerError
+from tokenformer.errors import TokenformerError, one_line
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -130,6 +130,6 @@ def read_headers(folder: Path, files: list[Path]) -> dict[str, StoredTensor]:
                     part = tensors.get_slice(name)
                     stored[name] = StoredTensor(file, part.get_dtype(), tuple(part.get_shape()))
         except (SafetensorError, OSError) as error:
-            line = " ".join(str(error).split())
+            line = one_line(error)
             raise ModelFolderError(folder, f"{file.name} is damaged: {line}") from None
     return stored
