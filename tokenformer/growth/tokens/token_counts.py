@@ -38,7 +38,9 @@ def target_token_counts(
     """Return the token counts of a preset or configuration, or of the given options."""
     check_not_quantized(config)
     if (to is None) == (not tokens):
-        raise ValueError("give either a size to grow to or token counts, such as ffn_tokens")
+        raise ValueError(
+            "give either a size to grow to, such as to='354m', or token counts (ffn_tokens=512)"
+        )
     if to is None:
         to = resized_config(config, tokens)
     elif isinstance(to, str):
