@@ -25,6 +25,7 @@ def test_example_runs(script, monkeypatch, capsys, tmp_path):
     assert f"python examples/{script.name}" in script.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("notebook", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_notebook_runs(notebook, tmp_path):
     """The code cells run in order, with fewer steps; their assertions hold."""

@@ -5,6 +5,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 STUDY = Path(__file__).parents[2] / "experiments" / "from-transformer" / "study.py"
 
 
@@ -16,6 +18,7 @@ def load_study():
     return module
 
 
+@pytest.mark.slow
 def test_study_runs_and_reuses_its_sources(tmp_path, monkeypatch):
     study = load_study()
     small = {"hidden_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 16}
