@@ -9,8 +9,9 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
+from tokenformer.cli.model import model_errors
 from tokenformer.cli.progress import progress
-from tokenformer.errors import InputError, one_line
+from tokenformer.errors import InputError
 from tokenformer.files import new_folder
 
 
@@ -104,35 +105,19 @@ def convert_model(
     }
     options = {name: value for name, value in given.items() if value is not None}
 
-    from safetensors import SafetensorError
-    from transformers.utils import logging
-
     from tokenformer.convert.source import RELEASED, find_source
-    from tokenformer.errors import ConversionError
     from tokenformer.models.loading import load_config
     from tokenformer.models.model_card import public_name, write_card
 
-    had_progress_bar = logging.is_progress_bar_enabled()
-    if json or not sys.stderr.isatty():
-        logging.disable_progress_bar()
-    try:
-        with new_folder("--out", out) as folder:
-            found = find_source(source)
-            function, conversion = choose(found.kind, to, options)
-            with progress_option(conversion) as shown:
-                report = function(found, folder, **options, **shown)
-            if to != RELEASED:
-                config = load_config(str(folder))
-                line = f"Converted from {public_name(source)} ({found.kind})"
-                write_card(folder, config, [*history_of(found), line])
-    except (ConversionError, ValueError, SafetensorError) as error:
-        message = one_line(error)
-        raise InputError(message if source in message else f"{source}: {message}") from None
-    except OSError as error:
-        raise InputError(f"{error.filename or out}: {error.strerror or error}") from None
-    finally:
-        if had_progress_bar:
-            logging.enable_progress_bar()
+    with model_errors(out, source), new_folder("--out", out) as folder:
+        found = find_source(source)
+        function, conversion = choose(found.kind, to, options)
+        with progress_option(conversion) as shown:
+            report = function(found, folder, **options, **shown)
+        if to != RELEASED:
+            config = load_config(str(folder))
+            line = f"Converted from {public_name(source)} ({found.kind})"
+            write_card(folder, config, [*history_of(found), line])
     fields = report.asdict()
     lines = [str(report), preprocessor_line(fields), f"Saved to {out}"]
     sys.stdout.write((dumps(fields, indent=2) if json else "\n".join(lines)) + "\n")

@@ -7,7 +7,14 @@ from json import loads
 from pathlib import Path
 from typing import Any
 
-from tokenformer.errors import CheckpointError, InputError, TokenformerError, first_line, one_line
+from tokenformer.errors import (
+    CheckpointError,
+    ConversionError,
+    InputError,
+    TokenformerError,
+    first_line,
+    one_line,
+)
 from tokenformer.installation import install_hint
 from tokenformer.paths import check_hub, exists, expand_user, is_local, missing_message
 
@@ -99,9 +106,9 @@ def resolve_folder(name: str | Path) -> Path:
 
 
 @contextmanager
-def model_errors(out: Path) -> Iterator[None]:
-    """Raise errors in models, checkpoints, data and options as one-line `InputError`s; hide the
-    progress bars of transformers."""
+def model_errors(out: Path, source: str = "") -> Iterator[None]:
+    """Raise errors in models, checkpoints, data and options as one-line `InputError`s, which begin
+    with `source` unless they name it; hide the progress bars of transformers."""
     from safetensors import SafetensorError
     from transformers.utils import logging
 
@@ -109,8 +116,10 @@ def model_errors(out: Path) -> Iterator[None]:
     logging.disable_progress_bar()
     try:
         yield
-    except (ValueError, SafetensorError, CheckpointError) as error:
-        raise InputError(one_line(error)) from None
+    except (ValueError, SafetensorError, CheckpointError, ConversionError) as error:
+        message = one_line(error)
+        named = source in message  # an empty source is in every message
+        raise InputError(message if named else f"{source}: {message}") from None
     except OSError as error:
         raise InputError(f"{error.filename or out}: {error.strerror or error}") from None
     finally:
