@@ -45,7 +45,12 @@ def rows_of(name: str, out: Path) -> list[results.Row]:
     return json.loads(out.read_text())[name]["rows"]
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
+SLOW = ("growth", "memory", "loading")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in BENCHMARKS]
+)
 def test_benchmark_measures_every_implementation(name, tmp_path, capsys):
     out = tmp_path / "results.json"
     rows = rows_of(name, out)

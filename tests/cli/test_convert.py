@@ -171,6 +171,7 @@ def test_refusals_are_one_line_and_leave_nothing(misfits, monkeypatch, capsys, a
     assert sorted(path.name for path in misfits.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_a_name_of_the_hub_is_taken_from_its_cache(home):
     """As on a machine where it was downloaded once; without a network and a copy, one line."""
     cached = home / "hub" / "models--Haiyang-W--TokenFormer-150M"
@@ -212,6 +213,7 @@ main("convert there --to released --out back".split())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_tensors_go_from_file_to_file_without_a_copy_in_memory(home):
     large = make_state(vocabulary=20_000, width=1024)

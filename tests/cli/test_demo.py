@@ -111,6 +111,7 @@ def test_the_table_says_what_each_model_cost(kept):
         assert scratch["flops"] == pytest.approx(ends[1]["flops"], abs=scratch["flops"] / 2)
 
 
+@pytest.mark.slow
 def test_without_out_the_demo_finds_a_folder_and_the_same_seed_gives_the_same_numbers(
     kept, tmp_path
 ):
@@ -172,7 +173,7 @@ def test_a_folder_is_whole_or_absent(tmp_path):
     with new_folder("--out", empty) as unfinished:
         (unfinished / "file").write_text("x")
     assert (empty / "file").exists()
-    with pytest.raises(InputError, match="in use"), new_folder("--out", empty):
+    with pytest.raises(InputError, match="already exists"), new_folder("--out", empty):
         pass
 
 

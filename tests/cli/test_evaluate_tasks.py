@@ -79,6 +79,7 @@ def wait_for_lines(cache, count, process):
     raise AssertionError(f"no {count} batches: {process.poll()}")
 
 
+@pytest.mark.slow
 def test_a_killed_evaluation_resumes_to_the_same_result(folder, data, cache, tmp_path, capsys):
     measure = ["--tasks", "winogrande,piqa", "--data", data, "--batch_size", 2, "--json"]
     arguments = [folder, *measure, "--limit", 60]

@@ -258,6 +258,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_the_process_ends_even_when_a_prefill_does_not(neox):
     program = STUCK.format(stuck="GenerationQueue.wait", seconds=2)
     with serving(neox, program=("-c", program)) as server:
@@ -265,6 +266,7 @@ def test_the_process_ends_even_when_a_prefill_does_not(neox):
         wait_until(lambda: any("exiting anyway" in line for line in server.log))
 
 
+@pytest.mark.slow
 def test_the_process_ends_even_when_a_prompt_is_still_tokenized(neox):
     """And the client that sent it is told so."""
     program = STUCK.format(stuck="PromptEncoder.tokenize", seconds=8)

@@ -54,6 +54,7 @@ def check_against_eager(
                 torch.testing.assert_close(gradients[name], gradient, msg=name, **close)
 
 
+@pytest.mark.slow
 def test_training_step_is_one_graph(make_model: Make, family: str) -> None:
     model = make_model(family, num_hidden_layers=1).train()
     check_against_eager(model, "aot_eager", 1e-9, lengths=(9,))

@@ -220,7 +220,12 @@ assert type(AutoModelForCausalLM.from_config(small)) is GPTNeoXForCausalLM
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
+FAST = ("tokenformer first, and it costs no import", "transformers first")
+
+
+@pytest.mark.parametrize(
+    "order", [pytest.param(o, marks=[] if o in FAST else [pytest.mark.slow]) for o in ORDERS]
+)
 def test_auto_classes_in_a_fresh_process(folders: str, order: str) -> None:
     program = f"FOLDERS = {folders}\n{ORDERS[order]}\nprint('loaded')"
     run = subprocess.run(

@@ -234,6 +234,7 @@ def ended(process: "subprocess.Popen[str]") -> tuple[str, str]:
         process.kill()
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_processes_that_build_it_at_once(tmp_path):
     processes = [start(tmp_path) for _ in range(2)]
@@ -243,6 +244,7 @@ def test_processes_that_build_it_at_once(tmp_path):
     assert len(list((tmp_path / "tokenformer").iterdir())) == 1, "one library, nothing left over"
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_compiler_of_several_words(tmp_path):
     process = start(tmp_path, "env c++ -w")

@@ -132,6 +132,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(recipe, tmp_path)
     assert losses(torn) == losses(whole)
 
 
+@pytest.mark.slow
 def test_a_moving_average_survives_an_interruption_and_is_what_is_exported(recipe, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert finish(recipe, whole, "--run.ema", "0.9").returncode == 0

@@ -53,6 +53,7 @@ def test_one_run_through_all_stages(staged, tmp_path):
     assert rows[8]["loss"] == pytest.approx(rows[7]["loss"], rel=0.1)
 
 
+@pytest.mark.slow
 def test_stopped_in_or_between_stages_it_ends_the_same(staged, tmp_path):
     whole = tmp_path / "whole"
     assert finish(staged, whole, "--run.ema", "0.9", "--run.keep_last", "20").returncode == 0
