@@ -54,7 +54,7 @@ def demo(out: Path | None = None, steps: int = SMALL_STEPS, seed: int = 0) -> No
         out: New folder for the plot, the models and the metrics; by default runs/demo, or
             runs/demo-2, ... if that exists.
         steps: Training steps of the small model; the others get the same compute. The default takes
-            about three minutes on two cores.
+            three to five minutes on two cores.
         seed: Seed for weights, batches and sampling.
     """
     if steps < 1:
