@@ -49,7 +49,11 @@ def common(request: pytest.FixtureRequest, cache: Path) -> Iterator[Any]:
     for mark in suite.marks():
         request.config.addinivalue_line("markers", f"{mark}: of the suite of transformers")
     transformers.logging.disable_progress_bar()
+    # Some of its tests read the log, whose level `serve` in another test may have changed.
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_warning()
     yield known(suite.load("test_modeling_common", NOT_IN_SDIST))
+    transformers.logging.set_verbosity(verbosity)
     transformers.logging.enable_progress_bar()
 
 
