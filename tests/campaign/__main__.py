@@ -29,7 +29,7 @@ from tests.campaign.trials import Campaign, Part  # noqa: E402
 
 PRELOADED = (
     "tokenformer.cli.parser",
-    "tokenformer.data.lock",
+    "tokenformer.files",
     "tokenformer.train.matmul_peak",
     "tokenformer.train.progress_display",
     "tokenformer.train.run",
