@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
+from tests.support.processes import wait_until
 from tests.support.serving import LIMIT, serving
 
 KEY = "sk-0123456789"
@@ -176,13 +177,6 @@ def test_the_key_is_in_no_log(server):
     assert [model.id for model in server.client.models.list()]
     wait_until(lambda: any("/v1/models" in line for line in server.log))
     assert not any(KEY in line for line in server.log)
-
-
-def wait_until(condition):
-    end = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 def send(server):

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from tests.support.processes import wait_until
 from tests.support.serving import CHAT_TEMPLATE
 from tokenformer.data.byte_tokenizer import byte_tokenizer
 from tokenformer.serve.chat_template import ChatTemplate
@@ -15,13 +16,6 @@ LIMIT = 90
 
 def chat(text):
     return [{"role": "user", "content": text}]
-
-
-def wait_until(condition):
-    end = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
