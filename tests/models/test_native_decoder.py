@@ -330,14 +330,15 @@ def test_beams_and_batches_match_a_dynamic_cache(make_model: Make):
         assert torch.equal(found, wanted)
 
 
-def test_left_padding_runs_in_eager_mode(make_model: Make, native: list[bool]):
-    model = make_model("tokenformer", tie_word_embeddings=False).float()
+@pytest.mark.parametrize("positions", ["rotary", "learned", "none"])
+def test_left_padding(make_model: Make, native: list[bool], positions: str):
+    model = make_model("tokenformer", tie_word_embeddings=False, positions=positions).float()
     ids = prompt()
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids], 1)
     mask = (torch.arange(8) >= 3).long()[None]
     alone, in_batch = generate(model, ids, 9), generate(model, padded, 9, attention_mask=mask)
     assert torch.equal(alone.sequences[:, 5:], in_batch.sequences[:, 8:])
-    assert sum(native) == 8
+    assert sum(native) == 16
 
 
 def test_only_empty_dynamic_caches_are_preallocated(make_model: Make):

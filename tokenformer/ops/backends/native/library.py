@@ -22,6 +22,7 @@ import torch
 from tokenformer.files import cache_folder
 
 SOURCES = [Path(__file__).with_name(name) for name in ("decode.cpp", "theta.cpp")]
+HEADERS = [Path(__file__).with_name(name) for name in ("rows.h",)]
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=fast"]
 # GCC vectorizes rounding and selection only without errno and floating-point traps.
 FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
@@ -36,6 +37,8 @@ CHOICES = [
 ]
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "i8"}
 """Suffix of the functions for tokens of a dtype."""
+KINDS = {dtype: number for number, dtype in enumerate(SUFFIXES)}
+"""Number of a dtype in the native code."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +62,11 @@ class Tokens(ctypes.Structure):
 
 
 class Norm(ctypes.Structure):
-    _fields_ = (("weight", Pointer), ("bias", Pointer), ("eps", Float), ("is_rms", Int))
+    _fields_ = (
+        *((name, Pointer) for name in ("weight", "bias")),
+        ("eps", Float),
+        *((name, Int) for name in ("is_rms", "is_half")),
+    )
 
 
 class Block(ctypes.Structure):
@@ -73,9 +80,32 @@ class Block(ctypes.Structure):
 class Shape(ctypes.Structure):
     _fields_ = (
         *((name, Long) for name in ("width", "heads", "kv_heads", "head_dim", "rotary_dim")),
-        *((name, Long) for name in ("length", "capacity")),
         ("scaling", Float),
-        ("is_parallel", Int),
+        *((name, Int) for name in ("is_parallel", "is_half")),
+    )
+
+
+class Matrix(ctypes.Structure):
+    _fields_ = (
+        *((name, Pointer) for name in ("rows", "scales")),
+        *((name, Long) for name in ("n", "width")),
+        ("kind", Int),
+    )
+
+
+class Ends(ctypes.Structure):
+    _fields_ = (
+        *((name, Matrix) for name in ("embedding", "positions", "head")),
+        ("norm", Norm),
+    )
+
+
+class Step(ctypes.Structure):
+    _fields_ = (
+        *((name, Long) for name in ("rows", "length", "capacity")),
+        *((name, Pointer) for name in ("ids", "positions")),
+        ("offset", Long),
+        *((name, Pointer) for name in ("starts", "cos", "sin", "hidden", "logits", "best")),
     )
 
 
@@ -88,14 +118,15 @@ ARGUMENTS = {
     "pattention": [Pointer, Long, Pointer, Theta, Work, Pointer, Int],
     "l2_gelu_forward": [Pointer, Long, Long, Float, Float, Pointer, Pointer, Int],
     "l2_gelu_backward": [Pointer, Pointer, Long, Long, Float, Pointer, Pointer, Pointer, Int],
-    "decode": [Pointer, Pointer, Long, Pointer, Theta, Pointer, Pointer, Int, Pointer, Work, Int],
+    "decode": [Pointer, Long, Pointer, Pointer, Pointer, Theta, Int, Pointer, Work, Int],
 }
+RESULTS = {"decode": Int}
 
 
 @functools.cache
 def function(name: str, dtype: torch.dtype) -> Any:
     found = getattr(library(), f"{name}_{SUFFIXES[dtype]}")
-    found.restype, found.argtypes = None, ARGUMENTS[name]
+    found.restype, found.argtypes = RESULTS.get(name), ARGUMENTS[name]
     return found
 
 
@@ -119,7 +150,7 @@ def built() -> Path:
     version = subprocess.run(
         [*compiler, "--version"], capture_output=True, check=True, timeout=120
     ).stdout
-    sources = [source.read_bytes() for source in SOURCES]
+    sources = [source.read_bytes() for source in [*SOURCES, *HEADERS]]
     inputs = [*sources, version, processor().encode(), repr((FLAGS, CHOICES)).encode()]
     target = cache() / f"native-{hashlib.sha256(b'|'.join(inputs)).hexdigest()[:16]}.so"
     if target.exists() and is_private(target):
