@@ -46,9 +46,9 @@ INPUTS |= {"logits_to_keep"}
 @functools.cache
 def knows_transformers() -> bool:
     """Whether the installed version has the methods that this loop was written for."""
-    found = {name: getattr(GenerationMixin, name, None) for name in PARAMETERS}
     return all(
-        found[name] is not None and [*inspect.signature(found[name]).parameters] == names.split()
+        hasattr(GenerationMixin, name)
+        and [*inspect.signature(getattr(GenerationMixin, name)).parameters] == names.split()
         for name, names in PARAMETERS.items()
     )
 
@@ -228,4 +228,5 @@ class Decoding:
     def finish(self, outputs: Any) -> Tensor:
         """Take over the cache and return the last logits, a copy in fp32."""
         self.inputs = self.model._update_model_kwargs_for_generation(outputs, self.inputs)
-        return outputs.logits[:, -1].to(torch.float32, copy=True)  # type: ignore[no-any-return]
+        logits: Tensor = outputs.logits[:, -1]
+        return logits.to(torch.float32, copy=True)

@@ -22,7 +22,7 @@ from transformers.utils import output_capturing
 from tokenformer.layers import LayerNorm, LearnedPositions, Linear, NoPositions, Pattention
 from tokenformer.layers.int8 import Int8Embedding, Int8Linear, Int8Pattention
 from tokenformer.layers.norm import RMSNorm
-from tokenformer.layers.positions import Rotation, RotaryPositions
+from tokenformer.layers.positions import RotaryPositions, Rotation
 from tokenformer.models.backbone import NamedAttention, ParallelLayer, SequentialLayer
 from tokenformer.models.kv_cache import PreallocatedTensor, preallocated_tensors
 from tokenformer.ops.backends import native
@@ -116,9 +116,8 @@ def first_tokens(mask: Any, rows: int, length: int) -> Tensor | None:
         return None
     kept = mask != 0
     starts = length - kept.sum(1)
-    if not torch.equal(kept, torch.arange(length, device=mask.device) >= starts[:, None]) or not kept[:, -1].all():
-        return None
-    return starts
+    padded = torch.arange(length, device=mask.device) < starts[:, None]
+    return starts if torch.equal(kept, ~padded) and bool(kept[:, -1].all()) else None
 
 
 class NativeDecoder:
@@ -148,14 +147,12 @@ class NativeDecoder:
         self.track(model, model.__dict__, "config")
         self.track(model, model._modules, "layers")
         self.track(model.layers, model.layers._modules, *model.layers._modules)
-        thetas, dtypes = set(), set()
-        for layer in model.layers:
-            for module in layer.modules():
-                if type(module) in (Pattention, Int8Pattention):
-                    thetas.add((module.theta, module.approximate, module.eps))
-                    dtypes |= {module.key_tokens.dtype, module.value_tokens.dtype}
+        self.projections: list[Any] = []
         blocks: list[Any] = [self.block(layer, index) for index, layer in enumerate(model.layers)]
         layer_classes = {type(layer) for layer in model.layers}
+        thetas = {(layer.theta, layer.approximate, layer.eps) for layer in self.projections}
+        tokens = [(layer.key_tokens, layer.value_tokens) for layer in self.projections]
+        dtypes = {tensor.dtype for pair in tokens for tensor in pair}
         uniform = len(layer_classes) == len(thetas) == len(dtypes) == 1
         if None in blocks or not uniform or self.attention != "sdpa":
             return
@@ -208,6 +205,7 @@ class NativeDecoder:
     def tokens(self, module: Any) -> Tokens | None:
         if self.class_of(module) not in (Pattention, Int8Pattention):
             return None
+        self.projections.append(module)
         self.track(module, module.__dict__, *OPTIONS)
         tensors = self.track(module, module._parameters, *PARAMETER_NAMES[type(module)])
         # Some libraries remove parameters and set tensors in their place.

@@ -3,7 +3,12 @@
 Products take many rows at a time. The elementwise passes between them take few, in memory that is
 reused; where `native.fused_theta` supports them, they are one pass of compiled code. Weights are
 recomputed from the scores in the backward pass.
+
+Many CPUs have no instructions for products in half precision, and torch is up to 70 times as slow
+as in fp32 on them. Without a backward pass they are computed in fp32 there.
 """
+
+import functools
 
 import torch
 from torch import Tensor
@@ -28,6 +33,9 @@ class Direct(Kernel):
         self, x: Tensor, keys: Tensor, values: Tensor, *, save: bool = True
     ) -> tuple[Tensor, Saved]:
         """Saves the scores [R, n] and their row statistics [R, k]."""
+        if not save and has_slow_products(x.device.type, x.dtype):
+            wide_out, saved = self.forward(x.float(), keys.float(), values.float(), save=False)
+            return wide_out.to(x.dtype), saved
         rows, tokens, wide = x.shape[0], keys.shape[0], accumulation_dtype(x.dtype)
         out = x.new_empty(rows, values.shape[1])
         scores = x.new_empty(rows if save else 0, tokens)
@@ -100,6 +108,14 @@ class Direct(Kernel):
             SavedTensor((sizes.rows, sizes.tokens), dtype),
             SavedTensor(stats, accumulation_dtype(dtype)),
         ]
+
+
+@functools.cache
+def has_slow_products(device: str, dtype: torch.dtype) -> bool:
+    """Whether products in this dtype are faster in fp32, conversion included."""
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    check = getattr(torch.ops.mkldnn, f"_is_mkldnn_{names.get(dtype)}_supported", None)
+    return device == "cpu" and check is not None and not check()
 
 
 def largest(x: Tensor, keys: Tensor) -> int:

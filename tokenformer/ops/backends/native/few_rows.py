@@ -19,8 +19,10 @@ from tokenformer.ops.backends.native.library import (
 )
 from tokenformer.ops.theta import THETAS, ThetaOptions
 
-MAX_ROWS = 8
-"""With more rows a matrix product is faster: it reuses each token it has read."""
+MAX_ROWS = 16
+"""With more rows the matrix products of BLAS are faster."""
+MAX_INT8_ROWS = 8
+"""With more rows it is faster to dequantize first."""
 BYTES_PER_THREAD = 1 << 16
 """Bytes each thread reads at least; starting a thread for fewer costs more than it saves."""
 ORDER = {theta: number for number, theta in enumerate(THETAS)}
@@ -28,8 +30,9 @@ ORDER = {theta: number for number, theta in enumerate(THETAS)}
 
 def supports(x: Tensor, *matrices: Tensor) -> bool:
     """Whether native code can take these rows and matrices. There is no backward pass."""
+    is_int8 = any(matrix.dtype == torch.int8 for matrix in matrices)
     return (
-        0 < x.numel() <= MAX_ROWS * x.shape[-1]
+        0 < x.numel() <= (MAX_INT8_ROWS if is_int8 else MAX_ROWS) * x.shape[-1]
         and x.is_cpu
         and x.dtype in (torch.float32, torch.bfloat16)
         and all(m.shape[1] == x.shape[-1] for m in matrices[:1])

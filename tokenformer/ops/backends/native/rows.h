@@ -9,6 +9,8 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <vector>
 
 struct BFloat16 {
   uint16_t bits;
@@ -26,6 +28,7 @@ static inline float wide(BFloat16 a) {
 static const int LANES = 8, TILE_ROWS = 4, TILE_COLUMNS = 2;
 static const long GROUP = 8;  // tokens that `mix_rows` adds before it stores the sums
 static const long LINE_BYTES = 64;
+static const long UNPACK_ROWS = 8;  // with more, bf16 tokens are unpacked once for all tiles
 
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 
@@ -68,6 +71,16 @@ static inline float sum_of(Lanes lanes) {
 #define UNROLL _Pragma("GCC unroll 4")
 #define ONCE _Pragma("GCC unroll 1")  // unrolled, the sums would not fit in registers
 
+// Unpacks [count, width], whose rows are `stride` apart.
+template <typename T>
+static inline void unpack(const T *from, long count, long width, long stride, float *to) {
+  for (long i = 0; i < count; i++, from += stride, to += width) {
+    long j = 0;
+    for (; j + LANES <= width; j += LANES) store(load(from + j), to + j);
+    for (; j < width; j++) to[j] = wide(from[j]);
+  }
+}
+
 // x [R, width] times tokens [N, width], transposed -> scores [R, N], whose rows are n apart. Also
 // prefetches the lines `from` to `to` of every N from `next` on.
 template <int R, int N, typename T>
@@ -96,11 +109,11 @@ static inline void score_tile(const float *x, long width, const T *tokens, long 
 
 template <int N, typename T>
 static inline void score_tokens(const float *x, long rows, long width, const T *tokens, long n,
-                                float *scores) {
-  const char *next = (const char *)(tokens + N * width);
-  const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+                                float *scores, bool prefetches) {
+  const char *next = (const char *)(tokens + 2 * N * width);
+  const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, lines = prefetches ? N : 0;
   for (int tile = 0; tile < tiles; tile++) {
-    const int from = N * tile / tiles, to = N * (tile + 1) / tiles;
+    const int from = lines * tile / tiles, to = lines * (tile + 1) / tiles;
     const long left = rows - tile * TILE_ROWS;
     const float *row = x + tile * TILE_ROWS * width;
     float *out = scores + tile * TILE_ROWS * n;
@@ -119,23 +132,30 @@ static inline void score_tokens(const float *x, long rows, long width, const T *
 template <typename T>
 static void score_rows(const float *x, long rows, long width, const T *tokens, long start,
                        long stop, long n, float *scores) {
-  const int tile = sizeof(T) == 4 ? 3 : 2;  // unpacking bf16 takes registers
+  const int tile = 3, packed_tile = sizeof(T) == 4 ? 3 : 2;  // unpacking takes registers
   long i = start;
-  for (; i + tile <= stop; i += tile)
-    score_tokens<tile>(x, rows, width, tokens + i * width, n, scores + i);
-  for (; i < stop; i++) score_tokens<1>(x, rows, width, tokens + i * width, n, scores + i);
+  if (!std::is_same_v<T, float> && rows > UNPACK_ROWS) {
+    std::vector<float> unpacked(tile * width);
+    for (; i + tile <= stop; i += tile) {
+      unpack(tokens + i * width, tile, width, width, unpacked.data());
+      score_tokens<tile>(x, rows, width, unpacked.data(), n, scores + i, false);
+    }
+  }
+  for (; i + packed_tile <= stop; i += packed_tile)
+    score_tokens<packed_tile>(x, rows, width, tokens + i * width, n, scores + i, true);
+  for (; i < stop; i++) score_tokens<1>(x, rows, width, tokens + i * width, n, scores + i, true);
 }
 
-// weights [R, count] times C vectors of columns of tokens [count, width], added to sums.
+// weights [R, count] times C vectors of columns of tokens [count, stride], added to sums.
 template <int R, int C, typename T>
-static inline void mix_tile(const float *weights, long n, const T *tokens, long count, long width,
-                            float *sums) {
+static inline void mix_tile(const float *weights, long n, const T *tokens, long count, long stride,
+                            long width, float *sums) {
   Lanes sum[R][C];
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < C; c++)
     sum[r][c] = load(sums + r * width + c * LANES);
   for (long i = 0; i < count; i++) {
     Lanes token[C];
-    UNROLL for (int c = 0; c < C; c++) token[c] = load_once(tokens + i * width + c * LANES);
+    UNROLL for (int c = 0; c < C; c++) token[c] = load_once(tokens + i * stride + c * LANES);
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < C; c++)
       sum[r][c] += weights[r * n + i] * token[c];
   }
@@ -145,22 +165,24 @@ static inline void mix_tile(const float *weights, long n, const T *tokens, long 
 
 template <int C, typename T>
 static inline void mix_columns(const float *weights, long rows, long n, const T *tokens, long count,
-                               long width, float *sums) {
+                               long stride, long width, float *sums) {
   long r = 0;
   for (; r + TILE_ROWS <= rows; r += TILE_ROWS)
-    mix_tile<TILE_ROWS, C>(weights + r * n, n, tokens, count, width, sums + r * width);
+    mix_tile<TILE_ROWS, C>(weights + r * n, n, tokens, count, stride, width, sums + r * width);
   weights += r * n, sums += r * width;
-  if (rows - r == 3) mix_tile<3, C>(weights, n, tokens, count, width, sums);
-  if (rows - r == 2) mix_tile<2, C>(weights, n, tokens, count, width, sums);
-  if (rows - r == 1) mix_tile<1, C>(weights, n, tokens, count, width, sums);
+  if (rows - r == 3) mix_tile<3, C>(weights, n, tokens, count, stride, width, sums);
+  if (rows - r == 2) mix_tile<2, C>(weights, n, tokens, count, stride, width, sums);
+  if (rows - r == 1) mix_tile<1, C>(weights, n, tokens, count, stride, width, sums);
 }
 
 // weights [rows, n] times tokens [start, stop), added to sums [rows, width].
 template <typename T>
 static void mix_rows(const float *weights, long rows, long n, const T *tokens, long start,
                      long stop, long width, float *sums) {
+  const long step = TILE_COLUMNS * LANES;
+  float unpacked[GROUP * step];
   for (long i = start; i < stop; i += GROUP) {
-    const long count = stop - i < GROUP ? stop - i : GROUP, step = TILE_COLUMNS * LANES;
+    const long count = stop - i < GROUP ? stop - i : GROUP;
     const T *here = tokens + i * width;
     const char *next = (const char *)(here + count * width);
     const char *end = (const char *)(tokens + stop * width);
@@ -168,10 +190,15 @@ static void mix_rows(const float *weights, long rows, long n, const T *tokens, l
     for (; j + step <= width; j += step) {
       const char *until = next + sizeof(T) * GROUP * step;
       for (; next < until && next < end; next += LINE_BYTES) __builtin_prefetch(next);
-      mix_columns<TILE_COLUMNS>(weights + i, rows, n, here + j, count, width, sums + j);
+      if (!std::is_same_v<T, float> && rows > UNPACK_ROWS) {
+        unpack(here + j, count, step, width, unpacked);
+        mix_columns<TILE_COLUMNS>(weights + i, rows, n, unpacked, count, step, width, sums + j);
+      } else {
+        mix_columns<TILE_COLUMNS>(weights + i, rows, n, here + j, count, width, width, sums + j);
+      }
     }
     for (; j + LANES <= width; j += LANES)
-      mix_columns<1>(weights + i, rows, n, here + j, count, width, sums + j);
+      mix_columns<1>(weights + i, rows, n, here + j, count, width, width, sums + j);
     for (; j < width; j++)
       for (long r = 0; r < rows; r++)
         for (long k = 0; k < count; k++)
