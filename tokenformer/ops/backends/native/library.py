@@ -21,7 +21,7 @@ import torch
 
 from tokenformer.files import cache_folder
 
-SOURCES = [Path(__file__).with_name(name) for name in ("decode.cpp", "theta.cpp")]
+SOURCES = [Path(__file__).with_name(name) for name in ("decode.cpp", "fused.cpp", "rotary.cpp")]
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=fast"]
 # GCC vectorizes rounding and selection only without errno and floating-point traps.
 FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
@@ -79,6 +79,26 @@ class Shape(ctypes.Structure):
     )
 
 
+class FusedGroup(ctypes.Structure):
+    _fields_ = (
+        *((name, Pointer) for name in ("values", "out", "grad", "dvalues")),
+        *((name, ctypes.c_int64) for name in ("n", "d_out")),
+        *((name, Float) for name in ("root", "eps")),
+    )
+
+
+MAX_GROUPS = 3
+
+
+class FusedLayers(ctypes.Structure):
+    _fields_ = (
+        *((name, Pointer) for name in ("gemm", "x", "keys", "scores", "stats")),
+        *((name, ctypes.c_int64) for name in ("rows", "d_in", "n", "block_rows")),
+        *((name, Int) for name in ("count", "threads")),
+        ("groups", FusedGroup * MAX_GROUPS),
+    )
+
+
 class Work(ctypes.Structure):
     _fields_ = tuple((name, Pointer) for name in ("scores", "totals", "tops", "sums"))
 
@@ -86,15 +106,26 @@ class Work(ctypes.Structure):
 ARGUMENTS = {
     "linear": [Pointer, Long, Long, Pointer, Pointer, Long, Pointer, Int],
     "pattention": [Pointer, Long, Pointer, Theta, Work, Pointer, Int],
-    "l2_gelu_forward": [Pointer, Long, Long, Float, Float, Pointer, Pointer, Int],
-    "l2_gelu_backward": [Pointer, Pointer, Long, Long, Float, Pointer, Pointer, Pointer, Int],
     "decode": [Pointer, Pointer, Long, Pointer, Theta, Pointer, Pointer, Int, Pointer, Work, Int],
+    "rotary": [
+        Pointer,
+        Pointer,
+        *[ctypes.c_int64] * 5,
+        Pointer,
+        Pointer,
+        ctypes.c_int64,
+        Float,
+        Int,
+    ],
+    "fused_forward": [Pointer, Pointer],
+    "fused_backward": [Pointer, ctypes.c_int64, *[Pointer] * 5],
 }
 
 
 @functools.cache
-def function(name: str, dtype: torch.dtype) -> Any:
-    found = getattr(library(), f"{name}_{SUFFIXES[dtype]}")
+def function(name: str, dtype: torch.dtype | None = None) -> Any:
+    """Return a function of the library, for tokens of this dtype where there is one for each."""
+    found = getattr(library(), name if dtype is None else f"{name}_{SUFFIXES[dtype]}")
     found.restype, found.argtypes = None, ARGUMENTS[name]
     return found
 
