@@ -149,9 +149,10 @@ class Pattention(nn.Module):
 
 def project_all(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     """Call several layers on one input, such as q, k and v; in one call where that is faster."""
-    groups = [token_group(layer) for layer in layers]
-    if None not in groups and joint.supports(x, groups):  # type: ignore[arg-type]
-        return joint.run(x, groups)  # type: ignore[arg-type]
+    if not torch.compiler.is_compiling():
+        groups = [group for layer in layers if (group := token_group(layer)) is not None]
+        if len(groups) == len(layers) and joint.supports(x, groups):
+            return joint.run(x, groups)
     return [layer(x) for layer in layers]
 
 

@@ -22,8 +22,8 @@ def supports(x: Tensor, groups: Sequence[TokenGroup]) -> bool:
     """Whether `run` can take these layers, and would otherwise take each with `direct`."""
     return (
         not torch.is_autocast_enabled("cpu")
-        and fused.supports(x, *groups)
         and all(choose(x, g.keys, g.values, g.options.scale) == "direct" for g in groups)
+        and fused.supports(x, *groups)
     )
 
 
