@@ -41,10 +41,10 @@ def test_rounding_error_is_at_most_half_a_step():
     assert (error <= 0.5001 * scales[:, None]).all()
 
 
-@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("rows", [1, 3, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_layer_matches_its_dequantized_tokens(rows, dtype):
-    """Few rows read int8 directly; many rows, and gradients of x, dequantize first."""
+    """Few rows round x to int16; many rows, and gradients of x, dequantize first."""
     torch.manual_seed(0)
     layer = Pattention(24, 16, 50, theta="gelu_l2", eps=1e-3, scale_tokens=33.0).to(dtype)
     int8 = Int8Pattention(layer)
@@ -53,7 +53,7 @@ def test_a_layer_matches_its_dequantized_tokens(rows, dtype):
         same.key_tokens.copy_(dequantize(int8.key_tokens, int8.key_scales, torch.float64))
         same.value_tokens.copy_(dequantize(int8.value_tokens, int8.value_scales, torch.float64))
         x = torch.randn(rows, 24, dtype=dtype)
-        close = {"rtol": 0, "atol": 0.05 if dtype == torch.bfloat16 else 1e-5}
+        close = {"rtol": 0, "atol": 0.05 if dtype == torch.bfloat16 else 1e-3}
         torch.testing.assert_close(int8(x).double(), same(x.double()), **close)
     x.requires_grad_()
     wide = x.detach().double().requires_grad_()
@@ -74,7 +74,8 @@ def test_a_model_is_quantized_on_loading_and_saved_in_int8(folder, tmp_path):
     assert bytes_of(small) < 0.3 * bytes_of(model)
     small.save_pretrained(tmp_path / "small")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
-    assert torch.equal(again(ids).logits, found)
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, found)
     with safe_open(tmp_path / "small" / "model.safetensors", framework="pt") as file:
         tied = model.config.tie_word_embeddings
         assert ("lm_head.weight" in file.keys()) == ("lm_head.scales" in file.keys()) == (not tied)  # noqa: SIM118
@@ -105,7 +106,7 @@ def test_decoding_matches_a_full_forward(folder, dtype, way, tmp_path, monkeypat
     with torch.no_grad():
         wanted = model(output.sequences, use_cache=False).logits[0, 19:-1].float()
     assert native == [False] + (29 * [library() is not None]) + [False]
-    share = 0.03 if dtype == torch.bfloat16 else 1e-5
+    share = 0.03 if dtype == torch.bfloat16 else 1e-3
     assert (torch.cat(output.logits) - wanted).abs().max() < share * wanted.abs().max()
 
 

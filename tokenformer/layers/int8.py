@@ -1,8 +1,9 @@
 """Layers with int8 weights and one scale per token or row: a quarter of the memory.
 
-For inference only. With few rows, as in decoding, native code unpacks the int8 weights as it reads
-them (`ops/backends/native`); more rows, other devices and other dtypes dequantize them first, for
-the duration of the call.
+For inference only. With few rows, as in decoding, native code multiplies in integers
+(`ops/backends/native`): it rounds the rows to int16, whose error is far below that of the int8
+weights. More rows, other devices and other dtypes dequantize the weights first, for the duration of
+the call.
 """
 
 from typing import Any

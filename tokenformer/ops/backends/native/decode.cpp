@@ -1,13 +1,16 @@
 // Kernels for decoding on a CPU, which is memory-bound: each parameter token is read once, in
 // memory order, by one thread. `library.py` builds and loads this file.
 //
-// Rows, weights and sums are fp32. Parameter tokens are fp32, bf16, or int8 with a scale each; the
-// KV cache is fp32 or bf16. Each thread alternates between two streams, the first and the second
-// half of its share, a whole token at a time. More streams or smaller pieces halve the memory
-// bandwidth; a single stream is 10 % slower.
+// Rows, weights and sums are fp32. Parameter tokens are fp32, bf16, or int8 with a scale each, which
+// `quantized.h` multiplies in integers; the KV cache is fp32 or bf16. Each thread alternates between
+// two streams, the first and the second half of its share, a whole token at a time. More streams or
+// smaller pieces halve the memory bandwidth; a single stream is 10 % slower.
 
 #include <cmath>
 #include <cstdint>
+
+#include "normal.h"
+#include "quantized.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -54,7 +57,6 @@ struct BFloat16 {
 };
 
 static inline float wide(float a) { return a; }
-static inline float wide(int8_t a) { return (float)a; }
 static inline float wide(BFloat16 a) {
   union {
     uint32_t bits;
@@ -120,35 +122,50 @@ static void add_two(float *sum, float weight, const T *token, float other_weight
 
 // x [rows, width] times this thread's tokens [n, width], transposed -> scores [rows, n].
 template <typename T>
-static void score(const float *x, long rows, long width, const T *tokens, const float *scales,
-                  long n, float *scores) {
+static void score(const float *x, long rows, long width, const T *tokens, const float *, long n,
+                  float *scores) {
   Range mine = my_share(n);
   long half = (mine.stop - mine.start + 1) / 2;
   for (long first = mine.start; first < mine.start + half; first++)
     for (long i = first; i < mine.stop; i += half)
-      for (long r = 0; r < rows; r++) {
-        float found = dot(x + r * width, tokens + i * width, width);
-        scores[r * n + i] = scales ? found * scales[i] : found;
-      }
+      for (long r = 0; r < rows; r++)
+        scores[r * n + i] = dot(x + r * width, tokens + i * width, width);
+}
+
+static void score(const float *x, long rows, long width, const int8_t *tokens,
+                  const float *scales, long n, float *scores) {
+  static thread_local IntRows numbers;
+  numbers.round(x, rows, width);
+  Range mine = my_share(n);
+  long half = (mine.stop - mine.start + 1) / 2;
+  for (long first = mine.start; first < mine.start + half; first++)
+    for (long i = first; i < mine.stop; i += half)
+      score_token(numbers, rows, width, tokens, scales, i, n, scores);
 }
 
 // weights [rows, n] times this thread's tokens [n, width], added to sums [rows, width].
 template <typename T>
-static void mix(const float *weights, long rows, long n, const T *tokens, const float *scales,
+static void mix(const float *weights, long rows, long n, const T *tokens, const float *,
                 long width, float *sums) {
   Range mine = my_share(n);
   long half = (mine.stop - mine.start) / 2;
   for (long i = mine.start; i < mine.start + half; i++)
     for (long r = 0; r < rows; r++) {
       const float *row = weights + r * n;
-      add_two(sums + r * width, scales ? row[i] * scales[i] : row[i], tokens + i * width,
-              scales ? row[i + half] * scales[i + half] : row[i + half],
+      add_two(sums + r * width, row[i], tokens + i * width, row[i + half],
               tokens + (i + half) * width, width);
     }
   for (long i = mine.start + 2 * half; i < mine.stop; i++)  // the last of an odd number
     for (long r = 0; r < rows; r++)
-      add(sums + r * width, scales ? weights[r * n + i] * scales[i] : weights[r * n + i],
-          tokens + i * width, width);
+      add(sums + r * width, weights[r * n + i], tokens + i * width, width);
+}
+
+static void mix(const float *weights, long rows, long n, const int8_t *tokens, const float *scales,
+                long width, float *sums) {
+  Range mine = my_share(n);
+  for (long r = 0; r < rows; r += MIXED_ROWS)
+    mix_tokens(weights + r * n, rows - r < MIXED_ROWS ? rows - r : MIXED_ROWS, n, tokens, scales,
+               width, mine.start, mine.stop, sums + r * width);
 }
 
 static float gelu(float a, int is_tanh) {
@@ -195,9 +212,19 @@ static void end_weights(float *scores, Range mine, Rule by, float scale, const f
     float root = by.theta == L1_GELU ? scale : std::sqrt(scale);
     factor = norm < 1.0842022e-19f ? 0 : root / (norm + by.eps);  // zero rows as in theta.py
   }
-  for (long i = mine.start; i < mine.stop; i++) scores[i] *= factor;
-  if (by.theta == L2_GELU || by.theta == L1_GELU)
-    for (long i = mine.start; i < mine.stop; i++) scores[i] = gelu(scores[i], by.is_tanh);
+  int is_last = by.theta == L2_GELU || by.theta == L1_GELU;  // GELU is taken of the scaled scores
+  if (is_last && !by.is_tanh) {
+#pragma omp simd
+    for (long i = mine.start; i < mine.stop; i++) {
+      float x = factor * scores[i];
+      scores[i] = x * normal(x).below;
+    }
+    return;
+  }
+  for (long i = mine.start; i < mine.stop; i++) {
+    scores[i] *= factor;
+    if (is_last) scores[i] = gelu(scores[i], by.is_tanh);
+  }
 }
 
 // Buffers that the threads share while they compute several Pattentions of one input.

@@ -21,6 +21,8 @@ from tokenformer.ops.theta import THETAS, ThetaOptions
 
 MAX_ROWS = 8
 """With more rows a matrix product is faster: it reuses each token it has read."""
+MAX_INT8_ROWS = 64
+"""The same for int8 tokens, which a matrix product needs dequantized."""
 BYTES_PER_THREAD = 1 << 16
 """Bytes each thread reads at least; starting a thread for fewer costs more than it saves."""
 ORDER = {theta: number for number, theta in enumerate(THETAS)}
@@ -28,8 +30,9 @@ ORDER = {theta: number for number, theta in enumerate(THETAS)}
 
 def supports(x: Tensor, *matrices: Tensor) -> bool:
     """Whether native code can take these rows and matrices. There is no backward pass."""
+    most = MAX_INT8_ROWS if any(m.dtype == torch.int8 for m in matrices) else MAX_ROWS
     return (
-        0 < x.numel() <= MAX_ROWS * x.shape[-1]
+        0 < x.numel() <= most * x.shape[-1]
         and x.is_cpu
         and x.dtype in (torch.float32, torch.bfloat16)
         and all(m.shape[1] == x.shape[-1] for m in matrices[:1])

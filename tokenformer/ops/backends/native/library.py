@@ -22,6 +22,7 @@ import torch
 from tokenformer.files import cache_folder
 
 SOURCES = [Path(__file__).with_name(name) for name in ("decode.cpp", "theta.cpp")]
+HEADERS = [Path(__file__).with_name(name) for name in ("normal.h", "quantized.h")]
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=fast"]
 # GCC vectorizes rounding and selection only without errno and floating-point traps.
 FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
@@ -119,7 +120,7 @@ def built() -> Path:
     version = subprocess.run(
         [*compiler, "--version"], capture_output=True, check=True, timeout=120
     ).stdout
-    sources = [source.read_bytes() for source in SOURCES]
+    sources = [source.read_bytes() for source in (*SOURCES, *HEADERS)]
     inputs = [*sources, version, processor().encode(), repr((FLAGS, CHOICES)).encode()]
     target = cache() / f"native-{hashlib.sha256(b'|'.join(inputs)).hexdigest()[:16]}.so"
     if target.exists() and is_private(target):
