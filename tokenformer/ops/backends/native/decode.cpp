@@ -8,6 +8,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "normal.h"
 #include "quantized.h"
@@ -29,7 +30,7 @@ struct Rule {
 
 struct Tokens {
   const void *keys, *values;               // [n, d_in], [n, d_out]
-  const float *key_scales, *value_scales;  // [n], of int8
+  const void *key_scales, *value_scales;   // of quantized tokens
   long n, d_in, d_out;
   float scale;
 };
@@ -78,12 +79,20 @@ struct Range {
   long start, stop;
 };
 
-static Range my_share(long n) {
-  long each = (n + omp_get_num_threads() - 1) / omp_get_num_threads();
+// The part of n that is this thread's; it starts at a multiple of `unit`.
+static Range my_share(long n, long unit = 1) {
+  long units = round_up(n, unit) / unit, threads = omp_get_num_threads();
+  long each = (units + threads - 1) / threads * unit;
   Range mine = {omp_get_thread_num() * each, omp_get_thread_num() * each + each};
   if (mine.start > n) mine.start = n;
   if (mine.stop > n) mine.stop = n;
   return mine;
+}
+
+// Tokens that one thread takes together: values of 4 bits share scales.
+template <typename T>
+static constexpr long shared_by() {
+  return std::is_same<T, Nibbles>::value ? GROUP : 1;
 }
 
 // Below, every thread of a parallel region calls the same functions.
@@ -122,7 +131,7 @@ static void add_two(float *sum, float weight, const T *token, float other_weight
 
 // x [rows, width] times this thread's tokens [n, width], transposed -> scores [rows, n].
 template <typename T>
-static void score(const float *x, long rows, long width, const T *tokens, const float *, long n,
+static void score(const float *x, long rows, long width, const T *tokens, const void *, long n,
                   float *scores) {
   Range mine = my_share(n);
   long half = (mine.stop - mine.start + 1) / 2;
@@ -132,21 +141,32 @@ static void score(const float *x, long rows, long width, const T *tokens, const 
         scores[r * n + i] = dot(x + r * width, tokens + i * width, width);
 }
 
-static void score(const float *x, long rows, long width, const int8_t *tokens,
-                  const float *scales, long n, float *scores) {
-  static thread_local IntRows numbers;
+template <typename Rows, typename T, typename S>
+static void score_integers(const float *x, long rows, long width, const T *tokens, const S *scales,
+                           long n, float *scores) {
+  static thread_local Rows numbers;
   numbers.round(x, rows, width);
-  Range mine = my_share(n);
+  Range mine = my_share(n, shared_by<T>());
   long half = (mine.stop - mine.start + 1) / 2;
   for (long first = mine.start; first < mine.start + half; first++)
     for (long i = first; i < mine.stop; i += half)
       score_token(numbers, rows, width, tokens, scales, i, n, scores);
 }
 
+static void score(const float *x, long rows, long width, const int8_t *tokens, const void *scales,
+                  long n, float *scores) {
+  score_integers<IntRows>(x, rows, width, tokens, (const float *)scales, n, scores);
+}
+
+static void score(const float *x, long rows, long width, const Nibbles *tokens, const void *scales,
+                  long n, float *scores) {
+  score_integers<ByteRows>(x, rows, width, tokens, (const uint16_t *)scales, n, scores);
+}
+
 // weights [rows, n] times this thread's tokens [n, width], added to sums [rows, width].
 template <typename T>
-static void mix(const float *weights, long rows, long n, const T *tokens, const float *,
-                long width, float *sums) {
+static void mix(const float *weights, long rows, long n, const T *tokens, const void *, long width,
+                float *sums) {
   Range mine = my_share(n);
   long half = (mine.stop - mine.start) / 2;
   for (long i = mine.start; i < mine.start + half; i++)
@@ -160,12 +180,23 @@ static void mix(const float *weights, long rows, long n, const T *tokens, const 
       add(sums + r * width, weights[r * n + i], tokens + i * width, width);
 }
 
-static void mix(const float *weights, long rows, long n, const int8_t *tokens, const float *scales,
-                long width, float *sums) {
-  Range mine = my_share(n);
+template <typename T, typename S>
+static void mix_integers(const float *weights, long rows, long n, const T *tokens, const S *scales,
+                         long width, float *sums) {
+  Range mine = my_share(n, shared_by<T>());
   for (long r = 0; r < rows; r += MIXED_ROWS)
     mix_tokens(weights + r * n, rows - r < MIXED_ROWS ? rows - r : MIXED_ROWS, n, tokens, scales,
                width, mine.start, mine.stop, sums + r * width);
+}
+
+static void mix(const float *weights, long rows, long n, const int8_t *tokens, const void *scales,
+                long width, float *sums) {
+  mix_integers(weights, rows, n, tokens, (const float *)scales, width, sums);
+}
+
+static void mix(const float *weights, long rows, long n, const Nibbles *tokens, const void *scales,
+                long width, float *sums) {
+  mix_integers(weights, rows, n, tokens, (const uint16_t *)scales, width, sums);
 }
 
 static float gelu(float a, int is_tanh) {
@@ -247,7 +278,8 @@ static void attend_tokens(const float *x, long rows, const Tokens *const *of, fl
     score(x, rows, tokens.d_in, (const T *)tokens.keys, tokens.key_scales, tokens.n, scores);
     for (long r = 0; r < rows; r++)
       totals[p * rows + r] =
-          begin_weights(scores + r * tokens.n, my_share(tokens.n), by, tops + p * rows + r);
+          begin_weights(scores + r * tokens.n, my_share(tokens.n, shared_by<T>()), by,
+                        tops + p * rows + r);
     scores += rows * tokens.n;
   }
   wait_for_all();
@@ -258,7 +290,7 @@ static void attend_tokens(const float *x, long rows, const Tokens *const *of, fl
   scores = work.scores;
   for (int p = 0; p < count; p++) {
     const Tokens &tokens = *of[p];
-    Range some = my_share(tokens.n);
+    Range some = my_share(tokens.n, shared_by<T>());
     for (long r = 0; r < rows; r++)
       end_weights(scores + r * tokens.n, some, by, tokens.scale, work.totals + p * rows + r,
                   work.tops + p * rows + r, count * rows);
@@ -382,7 +414,7 @@ static void decode(float *hidden, const Block *blocks, long count, const Shape &
 
 #define EXPORT(T, NAME)                                                                            \
   extern "C" void linear_##NAME(const float *x, long rows, long d_in, const T *weight,             \
-                                const float *scales, long n, float *out, int threads) {            \
+                                const void *scales, long n, float *out, int threads) {             \
     _Pragma("omp parallel num_threads(threads)")                                                   \
         score(x, rows, d_in, weight, scales, n, out);                                              \
   }                                                                                                \
@@ -407,3 +439,4 @@ static void decode(float *hidden, const Block *blocks, long count, const Shape &
 EXPORT(float, f32)
 EXPORT(BFloat16, bf16)
 EXPORT(int8_t, i8)
+EXPORT(Nibbles, i4)

@@ -35,8 +35,8 @@ CHOICES = [
     ["-mcpu=native"],
     [],
 ]
-SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "i8"}
-"""Suffix of the functions for tokens of a dtype."""
+SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "i8", torch.uint8: "i4"}
+"""Suffix of the functions for tokens of a dtype; uint8 holds packed 4-bit numbers."""
 
 logger = logging.getLogger(__name__)
 

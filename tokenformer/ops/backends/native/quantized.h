@@ -27,9 +27,11 @@ static long round_up(long count, long multiple) {
   return (count + multiple - 1) / multiple * multiple;
 }
 
-// Rounds numbers to int16 -> `to`, followed by zeros up to `padded`. Returns the scale: NaN if a
-// number is not finite.
-static float round_to_int16(const float *numbers, long count, int16_t *to, long padded) {
+// Rounds numbers to int8 or int16 -> `to`, followed by zeros up to `padded`. Returns the scale: NaN
+// if a number is not finite.
+template <typename I>
+static float round_to(const float *numbers, long count, I *to, long padded) {
+  const float LARGEST = sizeof(I) == 1 ? 127 : 32767;
   float top = 0, bad = 0;
 #pragma omp simd reduction(max : top) reduction(+ : bad)
   for (long j = 0; j < count; j++) {
@@ -37,9 +39,9 @@ static float round_to_int16(const float *numbers, long count, int16_t *to, long 
     top = size > top ? size : top;
     bad += numbers[j] * 0;
   }
-  float scale = top / 32767 + bad, factor = scale > 0 ? 1 / scale : 0;
+  float scale = top / LARGEST + bad, factor = scale > 0 ? 1 / scale : 0;
   if (!(factor < INFINITY)) factor = 0;
-  for (long j = 0; j < count; j++) to[j] = (int16_t)(int)std::nearbyint(numbers[j] * factor);
+  for (long j = 0; j < count; j++) to[j] = (I)(int)std::nearbyint(numbers[j] * factor);
   for (long j = count; j < padded; j++) to[j] = 0;
   return scale;
 }
@@ -51,11 +53,11 @@ struct IntRows {
   std::vector<float> scales;     // [rows]
 
   void round(const float *x, long rows, long width) {
-    stride = round_up(width, GROUP);
+    stride = round_up(width, 32);
     numbers.resize(rows * stride);
     scales.resize(rows);
     for (long r = 0; r < rows; r++)
-      scales[r] = round_to_int16(x + r * width, width, &numbers[r * stride], stride);
+      scales[r] = round_to(x + r * width, width, &numbers[r * stride], stride);
   }
 };
 
@@ -187,7 +189,7 @@ static void mix_tokens(const float *weights, long rows, long n, const int8_t *to
       int16_t rounded[2 * PAIRS];
       for (long k = 0; k < count; k++) scaled[k] = row[first + k] * scales[first + k];
       for (long k = 0; k < others; k++) scaled[PAIRS + k] = row[second + k] * scales[second + k];
-      steps[r] = round_to_int16(scaled, 2 * PAIRS, rounded, 2 * PAIRS);
+      steps[r] = round_to(scaled, 2 * PAIRS, rounded, 2 * PAIRS);
       for (long k = 0; k < count; k++) {
         numbers[k][2 * r] = rounded[k];
         numbers[k][2 * r + 1] = rounded[PAIRS + k];
@@ -203,4 +205,197 @@ static void mix_tokens(const float *weights, long rows, long n, const int8_t *to
         found[j] = 0;
       }
   }
+}
+
+// 4-bit numbers of 8 groups: 32 inputs of a key each, or one column of 32 values each. A byte holds
+// numbers 8 m + k and 8 m + 4 + k of group g, from 0 to 15 for -8 to 7, so that 32 bytes times
+// int8 are sums of four for every group. Groups have a bf16 scale:
+//   keys    [n, d_in / 256] and scales [n, d_in / 32]
+//   values  [n / 32, d_out / 8] and scales [n / 32, d_out]
+// with all quotients rounded up. Rows and weights are rounded to int8 by group, as their error is
+// 1/16 of that of the numbers.
+struct Nibbles {
+  uint8_t bytes[4][8][4];  // m, g, k
+};
+
+static const int OFFSET = 8;
+
+// Rows for 4-bit keys, in their order.
+struct ByteRows {
+  long blocks;
+  std::vector<int8_t> numbers;  // [rows, blocks, 8 parts, 8 groups, 4]
+  std::vector<int> offsets;     // [rows, blocks, 8 groups]: what the OFFSET of the keys adds
+  std::vector<float> scales;    // [rows, blocks, 8 groups]
+
+  void round(const float *x, long rows, long width) {
+    blocks = round_up(width, 8 * GROUP) / (8 * GROUP);
+    numbers.assign(rows * blocks * 8 * GROUP, 0);
+    offsets.assign(rows * blocks * 8, 0);
+    scales.assign(rows * blocks * 8, 0);
+    for (long r = 0; r < rows; r++)
+      for (long g = 0; g * GROUP < width; g++) {
+        int8_t rounded[GROUP];
+        long at = r * blocks * 8 + g, left = width - g * GROUP;
+        scales[at] = round_to(x + r * width + g * GROUP, left < GROUP ? left : GROUP, rounded, GROUP);
+        for (long p = 0; p < GROUP; p++) offsets[at] += OFFSET * rounded[p];
+        int8_t *to = &numbers[(r * blocks + g / 8) * 8 * GROUP + g % 8 * 4];
+        for (long part = 0; part < 8; part++) std::memcpy(to + 32 * part, rounded + 4 * part, 4);
+      }
+  }
+};
+
+static inline float from_bf16(uint16_t scale) {
+  uint32_t bits = (uint32_t)scale << 16;
+  float number;
+  std::memcpy(&number, &bits, sizeof number);
+  return number;
+}
+
+#ifdef USE_AVX2
+static inline void unpack(const Nibbles *from, __m256i *parts) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  for (int m = 0; m < 4; m++) {
+    __m256i bytes = load(from->bytes[m]);
+    parts[2 * m] = _mm256_and_si256(bytes, mask);
+    parts[2 * m + 1] = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask);
+  }
+}
+
+// The sums of 8 groups: `parts` times 8 vectors of int8.
+template <typename F>
+static inline __m256i group_sums(const __m256i *parts, F factor) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+  __m256i sums = _mm256_setzero_si256();
+  for (int k = 0; k < 8; k++) sums = _mm256_dpbusd_epi32(sums, parts[k], factor(k));
+  return sums;
+#elif defined(__AVXVNNI__)
+  __m256i sums = _mm256_setzero_si256();
+  for (int k = 0; k < 8; k++) sums = _mm256_dpbusd_avx_epi32(sums, parts[k], factor(k));
+  return sums;
+#else
+  // 8 pairs of products are at most 8 * 2 * 15 * 127, which an int16 can hold.
+  __m256i sums = _mm256_maddubs_epi16(parts[0], factor(0));
+  for (int k = 1; k < 8; k++)
+    sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(parts[k], factor(k)));
+  return _mm256_madd_epi16(sums, _mm256_set1_epi16(1));
+#endif
+}
+
+static inline __m256 eight_scales(const uint16_t *scales) {
+  __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)scales));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+}
+
+template <int R>
+static void dots(const ByteRows &x, long r, const Nibbles *token, const uint16_t *scales,
+                 float *found) {
+  __m256 totals[R];
+  for (int k = 0; k < R; k++) totals[k] = _mm256_setzero_ps();
+  for (long b = 0; b < x.blocks; b++) {
+    __m256i parts[8];
+    unpack(token + b, parts);
+    __m256 scale = eight_scales(scales + 8 * b);
+    for (int k = 0; k < R; k++) {
+      long at = (r + k) * x.blocks + b;
+      const int8_t *row = &x.numbers[at * 8 * GROUP];
+      __m256i sums = group_sums(parts, [&](int part) { return load(row + 32 * part); });
+      sums = _mm256_sub_epi32(sums, load(&x.offsets[8 * at]));
+      __m256 step = _mm256_mul_ps(scale, _mm256_loadu_ps(&x.scales[8 * at]));
+      totals[k] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums), step, totals[k]);
+    }
+  }
+  for (int k = 0; k < R; k++) found[k] = total_of(totals[k]);
+}
+
+// weights [rows, GROUP] times 8 columns of GROUP tokens, added to sums [rows, stride].
+static inline void add_columns(const int8_t *weights, const int *offsets, const float *steps,
+                               long rows, const Nibbles *tokens, const uint16_t *scales,
+                               float *sums, long stride) {
+  __m256i parts[8];
+  unpack(tokens, parts);
+  __m256 scale = eight_scales(scales);
+  for (long r = 0; r < rows; r++) {
+    __m256i found = group_sums(parts, [&](int part) {
+      int four;
+      std::memcpy(&four, weights + r * GROUP + 4 * part, sizeof four);
+      return _mm256_set1_epi32(four);
+    });
+    found = _mm256_sub_epi32(found, _mm256_set1_epi32(offsets[r]));
+    __m256 step = _mm256_mul_ps(scale, _mm256_set1_ps(steps[r]));
+    float *to = sums + r * stride;
+    _mm256_storeu_ps(to, _mm256_fmadd_ps(_mm256_cvtepi32_ps(found), step, _mm256_loadu_ps(to)));
+  }
+}
+#else
+static inline int number_at(const Nibbles &from, long g, long p) {
+  return (from.bytes[p / 8][g][p % 4] >> (p % 8 / 4 * 4) & 15) - OFFSET;
+}
+
+template <int R>
+static void dots(const ByteRows &x, long r, const Nibbles *token, const uint16_t *scales,
+                 float *found) {
+  for (int k = 0; k < R; k++) {
+    found[k] = 0;
+    for (long b = 0; b < x.blocks; b++) {
+      long at = (r + k) * x.blocks + b;
+      for (long g = 0; g < 8; g++) {
+        int sum = 0;
+        for (long p = 0; p < GROUP; p++)
+          sum += x.numbers[at * 8 * GROUP + p / 4 * 32 + g * 4 + p % 4] * number_at(token[b], g, p);
+        found[k] += (float)sum * (from_bf16(scales[8 * b + g]) * x.scales[8 * at + g]);
+      }
+    }
+  }
+}
+
+static inline void add_columns(const int8_t *weights, const int *, const float *steps, long rows,
+                               const Nibbles *tokens, const uint16_t *scales, float *sums,
+                               long stride) {
+  for (long r = 0; r < rows; r++)
+    for (long g = 0; g < 8; g++) {
+      int sum = 0;
+      for (long p = 0; p < GROUP; p++) sum += weights[r * GROUP + p] * number_at(*tokens, g, p);
+      sums[r * stride + g] += (float)sum * (from_bf16(scales[g]) * steps[r]);
+    }
+}
+#endif
+
+static void score_token(const ByteRows &x, long rows, long, const Nibbles *tokens,
+                        const uint16_t *scales, long i, long n, float *scores) {
+  const Nibbles *token = tokens + i * x.blocks;
+  scales += i * x.blocks * 8;
+  for (long r = 0; r < rows; r += 4) {
+    float found[4];
+    switch (rows - r) {
+      case 1: dots<1>(x, r, token, scales, found); break;
+      case 2: dots<2>(x, r, token, scales, found); break;
+      case 3: dots<3>(x, r, token, scales, found); break;
+      default: dots<4>(x, r, token, scales, found);
+    }
+    for (long k = r; k < rows && k < r + 4; k++) scores[k * n + i] = found[k - r];
+  }
+}
+
+// As above; `start` is a multiple of GROUP.
+static void mix_tokens(const float *weights, long rows, long n, const Nibbles *tokens,
+                       const uint16_t *scales, long width, long start, long stop, float *sums) {
+  static thread_local std::vector<float> held;
+  long padded = round_up(width, 8);
+  held.assign(rows * padded, 0);
+  float *found = held.data();
+  for (long first = start; first < stop; first += GROUP) {
+    long count = stop - first < GROUP ? stop - first : GROUP, at = first / GROUP * padded;
+    int8_t numbers[MIXED_ROWS * GROUP];
+    int offsets[MIXED_ROWS] = {};
+    float steps[MIXED_ROWS];
+    for (long r = 0; r < rows; r++) {
+      steps[r] = round_to(weights + r * n + first, count, numbers + r * GROUP, GROUP);
+      for (long p = 0; p < GROUP; p++) offsets[r] += OFFSET * numbers[r * GROUP + p];
+    }
+    for (long j = 0; j < padded; j += 8)
+      add_columns(numbers, offsets, steps, rows, tokens + (at + j) / 8, scales + at + j, found + j,
+                  padded);
+  }
+  for (long r = 0; r < rows; r++)
+    for (long j = 0; j < width; j++) sums[r * width + j] += found[r * padded + j];
 }
