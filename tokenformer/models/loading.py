@@ -73,7 +73,7 @@ def load_for_training(model_class: Any, folder: str) -> Any:
     too small for half precision, and a resumed run builds its model in fp32."""
     model = load_pretrained(model_class, folder, dtype=torch.float32)
     if getattr(model, "is_quantized", False):
-        raise ValueError(f"{folder} is quantized to int8; train the model it was quantized from")
+        raise ValueError(f"{folder} is quantized; train the model it was quantized from")
     return model
 
 
@@ -164,7 +164,7 @@ def compare(folder: Path, config: Any, stored: dict[str, StoredTensor]) -> None:
         raise IncompleteModelError(folder, f"config.json has {layers}, more than the weights")
     model = build_on_meta(config)
     if quantization:
-        quantize_model(model)
+        quantize_model(model, method.get("bits", 8))
     prefix = f"{model.base_model_prefix}."  # models without a head are saved without the prefix
     found = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
     tied = set(model.all_tied_weights_keys)

@@ -18,9 +18,11 @@ from torch.nn.modules import module as torch_module
 from transformers.utils import output_capturing
 
 from tokenformer.layers import LayerNorm, Pattention
+from tokenformer.layers.int4 import Int4Pattention
 from tokenformer.layers.int8 import Int8Pattention
 from tokenformer.layers.norm import RMSNorm
 from tokenformer.layers.positions import Rotation
+from tokenformer.layers.quantized import QuantizedPattention
 from tokenformer.models.backbone import NamedAttention, ParallelLayer, SequentialLayer
 from tokenformer.models.kv_cache import PreallocatedLayer
 from tokenformer.ops.backends import native
@@ -37,9 +39,11 @@ if TYPE_CHECKING:
     from tokenformer.models.language import LanguageModel
 
 ATTENTION_PROJECTIONS = ("q", "k", "v", "o")
+QUANTIZED_NAMES = ("key_tokens", "value_tokens", "key_scales", "value_scales")
 PARAMETER_NAMES: dict[type[nn.Module], tuple[str, ...]] = {
     Pattention: ("key_tokens", "value_tokens"),
-    Int8Pattention: ("key_tokens", "value_tokens", "key_scales", "value_scales"),
+    Int8Pattention: QUANTIZED_NAMES,
+    Int4Pattention: QUANTIZED_NAMES,
 }
 """The parameters of the layers that have a native implementation."""
 BACKENDS = ("auto", "native")
@@ -199,12 +203,13 @@ class NativeDecoder:
         *_, backend, scale, active = layer_options(module)
         if isinstance(scale, Tensor) or active is not None or backend not in BACKENDS:
             return None
-        keys, values, *scales = tensors
+        keys, values, *_ = tensors
+        if isinstance(module, QuantizedPattention):
+            row = keys.new_empty(1, module.in_features, dtype=torch.float32)
+            return module.pointers() if module.supports_native(row) else None
         if not native.supports(keys.new_empty(1, keys.shape[1], dtype=torch.float32), keys, values):
             return None
-        if any(numbers.dtype != torch.float32 for numbers in scales):
-            return None
-        return token_pointers(keys, values, scale, *scales)
+        return token_pointers(keys, values, scale)
 
     def class_of(self, module: nn.Module) -> type[nn.Module]:
         """Return the exact class and record it: assigning to `__class__` replaces the forward."""

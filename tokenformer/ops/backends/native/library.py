@@ -22,6 +22,7 @@ import torch
 from tokenformer.files import cache_folder
 
 SOURCES = [Path(__file__).with_name(name) for name in ("decode.cpp", "fused.cpp", "rotary.cpp")]
+HEADERS = [Path(__file__).with_name(name) for name in ("normal.h", "quantized.h")]
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=fast"]
 # GCC vectorizes rounding and selection only without errno and floating-point traps.
 FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
@@ -34,8 +35,8 @@ CHOICES = [
     ["-mcpu=native"],
     [],
 ]
-SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "i8"}
-"""Suffix of the functions for tokens of a dtype."""
+SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "i8", torch.uint8: "i4"}
+"""Suffix of the functions for tokens of a dtype; uint8 holds packed 4-bit numbers."""
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +151,7 @@ def built() -> Path:
     version = subprocess.run(
         [*compiler, "--version"], capture_output=True, check=True, timeout=120
     ).stdout
-    sources = [source.read_bytes() for source in SOURCES]
+    sources = [source.read_bytes() for source in (*SOURCES, *HEADERS)]
     inputs = [*sources, version, processor().encode(), repr((FLAGS, CHOICES)).encode()]
     target = cache() / f"native-{hashlib.sha256(b'|'.join(inputs)).hexdigest()[:16]}.so"
     if target.exists() and is_private(target):
