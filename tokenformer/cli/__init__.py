@@ -99,9 +99,11 @@ def run(words: list[str]) -> None:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         raise TokenformerError(f"{command} is not a command; {hint}")
 
+    from tokenformer.cli.deferred_imports import defer_imports
     from tokenformer.cli.parser import parse
 
     function = load(COMMANDS[command])
+    defer_imports()
     function(**parse(command, function, words[1:], f"tokenformer {command} {USAGE[command]}"))
 
 

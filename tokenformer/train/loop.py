@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from tokenformer.models.loading import device
 from tokenformer.train.ema import WeightEMA
 from tokenformer.train.loss_spikes import SpikeDetector
 from tokenformer.train.memory import check_memory, explained_memory
@@ -25,7 +26,6 @@ from tokenformer.train.nested_dropout import NestedDropout
 from tokenformer.train.optimizer import clip_gradients, make_optimizer, set_rate
 from tokenformer.train.options import OptimizerOptions, RunOptions, ScheduleOptions
 from tokenformer.train.parallel.distribute import (
-    device,
     distribute,
     gradient_sync,
     max_over_ranks,
