@@ -18,6 +18,7 @@ import torch
 
 from tokenformer.errors import CheckpointError, TrainingError
 from tokenformer.growth.growth_report import GrowthReport
+from tokenformer.models.loading import device
 from tokenformer.train import checkpoint
 from tokenformer.train.checkpoint.async_saver import AsyncSaver
 from tokenformer.train.export import export
@@ -32,7 +33,7 @@ from tokenformer.train.metrics import (
 )
 from tokenformer.train.model_growth import check_growth
 from tokenformer.train.options import Recipe
-from tokenformer.train.parallel.distribute import device, max_over_ranks
+from tokenformer.train.parallel.distribute import max_over_ranks
 from tokenformer.train.parallel.ranks import Ranks
 from tokenformer.train.recipe import RecipeError
 from tokenformer.train.reporters import Report, check_reporters, reporter
