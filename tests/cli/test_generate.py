@@ -167,7 +167,7 @@ def test_in_eight_bits_it_says_the_same(parrot, neox, monkeypatch, capsys):
     arguments = ["--prompt", "Say 日", "--greedy", "--bits", 8, "--max_new_tokens", 60]
     assert "".join(generate(monkeypatch, parrot, *arguments)).startswith(SENTENCE)
     for model, bits, reason in (
-        (parrot, 4, "--bits 4 is not supported; use 8, or leave it out"),
+        (parrot, 3, "--bits 3 is not supported; use 4 or 8, or leave it out"),
         (neox, 8, "GPTNeoXForCausalLM has no tokens to quantize"),
     ):
         with pytest.raises(SystemExit) as end:

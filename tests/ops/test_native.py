@@ -141,22 +141,6 @@ def test_strides_of_rows():
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int8_tokens_are_their_scaled_numbers(dtype):
-    (x,) = draw((3, 50), dtype=dtype)
-    keys, values = (torch.randint(-127, 128, (77, d), dtype=torch.int8) for d in (50, 20))
-    key_scales, value_scales = torch.rand(77) + 0.1, torch.rand(77) + 0.1
-    of = few_rows.token_pointers(keys, values, 77.0, key_scales, value_scales)
-    found = few_rows.pattention(x, of, torch.int8, few_rows.theta_struct("l2_gelu", "none", 0.0))
-    plain = [t.double() * s[:, None] for t, s in ((keys, key_scales), (values, value_scales))]
-    wanted = pattention(x.double(), *plain, backend="reference")
-    rounded = {"rtol": 2e-2 if dtype == torch.bfloat16 else 1e-4, "atol": 1e-2}
-    torch.testing.assert_close(found, wanted.to(dtype), **rounded)
-    logits = linear(x, keys, key_scales)
-    torch.testing.assert_close(logits, (x.double() @ plain[0].T).to(dtype), rtol=1e-2, atol=1e-2)
-
-
-@needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_matrix(dtype):
     x, weight = draw((2, 1, 70), (33, 70), dtype=dtype)
     wanted = (x.double() @ weight.double().T).to(dtype)

@@ -73,7 +73,7 @@ def evaluate(
         labels_by_index: Match classes of the images and of the model by index, not by name.
         batch_size: Windows, requests or images per batch; by default as many as fit.
         limit: Use only the first items of each task, tokens of the text, or images.
-        bits: 8 loads a TokenFormer with int8 weights; not with --images.
+        bits: 8 or 4 quantizes the weights of a TokenFormer; not with --images.
         no_verify: Skip verifying the weights (checksums.json, NaN, inf).
         json: Print one JSON document.
     """

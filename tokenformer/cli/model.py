@@ -128,8 +128,8 @@ def model_errors(out: Path, source: str = "") -> Iterator[None]:
 
 
 def load_model(name: str, bits: int | None = None, *, verify: bool = True) -> tuple[Any, Any]:
-    """Return a causal language model and its tokenizer. `bits=8` loads a TokenFormer with int8
-    weights; `verify=False` skips verifying the weights."""
+    """Return a causal language model and its tokenizer. `bits=8` or `bits=4` quantizes
+    the weights of a TokenFormer; `verify=False` skips verifying the weights."""
     name = resolve_model(name, "a language model")
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -143,8 +143,8 @@ def load_model(name: str, bits: int | None = None, *, verify: bool = True) -> tu
 
 
 def check_bits(bits: int | None) -> None:
-    if bits not in (None, 8):
-        raise InputError(f"--bits {bits} is not supported; use 8, or leave it out")
+    if bits not in (None, 4, 8):
+        raise InputError(f"--bits {bits} is not supported; use 4 or 8, or leave it out")
 
 
 def load_classifier(name: str, *, verify: bool = True) -> tuple[Any, Any]:
@@ -170,8 +170,7 @@ def load_pair(
     from transformers.utils import logging
 
     import tokenformer  # noqa: F401  # registers our classes with the Auto classes
-    from tokenformer.models.loading import load_pretrained
-    from tokenformer.train.parallel.distribute import device
+    from tokenformer.models.loading import device, load_pretrained
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

@@ -40,8 +40,16 @@ def make_positions(config: LanguageConfig) -> nn.Module:
     if config.positions == "rotary":
         return RotaryPositions(config.rotary_dim, config.rotary_base)
     if config.positions == "learned":
-        return LearnedPositions(config.max_position_embeddings, config.hidden_size)
+        return make_embedding(LearnedPositions, config.max_position_embeddings, config)
     return NoPositions()
+
+
+def make_embedding(kind: type[nn.Embedding], count: int, config: LanguageConfig) -> nn.Embedding:
+    """Build an embedding. On the meta device, where every model is built that is loaded, leave out
+    its initialization: torch would import sympy for it, which takes half a second."""
+    size = (count, config.hidden_size)
+    is_meta = torch.get_default_device().type == "meta"
+    return kind(*size, _weight=torch.empty(size) if is_meta else None)
 
 
 class LanguagePreTrainedModel(BlockPreTrainedModel):
@@ -56,7 +64,7 @@ class LanguageModel(LanguagePreTrainedModel):
 
     def __init__(self, config: LanguageConfig) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = make_embedding(nn.Embedding, config.vocab_size, config)
         self.positions = make_positions(config)
         self.layers = nn.ModuleList(
             [

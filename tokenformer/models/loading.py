@@ -68,12 +68,19 @@ def load_pretrained(model_class: Any, name: str, *, verify: bool = True, **optio
     return model
 
 
+def device() -> torch.device:
+    """Return the device that models run on: this process's GPU, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def load_for_training(model_class: Any, folder: str) -> Any:
     """Load a model in fp32, whatever dtype it was saved in: updates at usual learning rates are
     too small for half precision, and a resumed run builds its model in fp32."""
     model = load_pretrained(model_class, folder, dtype=torch.float32)
     if getattr(model, "is_quantized", False):
-        raise ValueError(f"{folder} is quantized to int8; train the model it was quantized from")
+        raise ValueError(f"{folder} is quantized; train the model it was quantized from")
     return model
 
 
@@ -164,7 +171,7 @@ def compare(folder: Path, config: Any, stored: dict[str, StoredTensor]) -> None:
         raise IncompleteModelError(folder, f"config.json has {layers}, more than the weights")
     model = build_on_meta(config)
     if quantization:
-        quantize_model(model)
+        quantize_model(model, method.get("bits", 8))
     prefix = f"{model.base_model_prefix}."  # models without a head are saved without the prefix
     found = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
     tied = set(model.all_tied_weights_keys)

@@ -170,8 +170,10 @@ def architecture(config: AnyConfig) -> str:
         rows["image size, patch size"] = f"{config.image_size}, {config.patch_size}"
         rows["classes"] = f"{config.num_labels:,}"
     rows["dtype"] = str(config.dtype).removeprefix("torch.")
-    if getattr(config, "quantization_config", None):
-        rows["quantization"] = "int8 parameter tokens and embeddings"
+    if quantization := getattr(config, "quantization_config", None):
+        found = quantization if isinstance(quantization, dict) else quantization.to_dict()
+        tokens = "4-bit" if found.get("bits") == 4 else "int8"
+        rows["quantization"] = f"{tokens} parameter tokens, int8 embeddings"
     cells = [f"| {name} | {value} |" for name, value in rows.items()]
     return "\n".join(["## Architecture", "", "| | |", "|---|---|", *cells])
 

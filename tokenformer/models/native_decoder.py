@@ -20,9 +20,11 @@ from torch.nn.modules import module as torch_module
 from transformers.utils import output_capturing
 
 from tokenformer.layers import LayerNorm, LearnedPositions, Linear, NoPositions, Pattention
+from tokenformer.layers.int4 import Int4Pattention
 from tokenformer.layers.int8 import Int8Embedding, Int8Linear, Int8Pattention
 from tokenformer.layers.norm import RMSNorm
 from tokenformer.layers.positions import RotaryPositions, Rotation
+from tokenformer.layers.quantized import QuantizedPattention
 from tokenformer.models.backbone import NamedAttention, ParallelLayer, SequentialLayer
 from tokenformer.models.kv_cache import PreallocatedTensor, preallocated_tensors
 from tokenformer.ops.backends import native
@@ -51,9 +53,11 @@ if TYPE_CHECKING:
 MAX_BATCH = 16
 """With more sequences the matrix products of eager mode are faster."""
 ATTENTION_PROJECTIONS = ("q", "k", "v", "o")
+QUANTIZED_NAMES = ("key_tokens", "value_tokens", "key_scales", "value_scales")
 PARAMETER_NAMES: dict[type[nn.Module], tuple[str, ...]] = {
     Pattention: ("key_tokens", "value_tokens"),
-    Int8Pattention: ("key_tokens", "value_tokens", "key_scales", "value_scales"),
+    Int8Pattention: QUANTIZED_NAMES,
+    Int4Pattention: QUANTIZED_NAMES,
     nn.Embedding: ("weight",),
     LearnedPositions: ("weight",),
     Linear: ("weight", "bias"),
@@ -203,7 +207,7 @@ class NativeDecoder:
         return Norm(*pointers, module.eps, type(module) is RMSNorm, is_half)
 
     def tokens(self, module: Any) -> Tokens | None:
-        if self.class_of(module) not in (Pattention, Int8Pattention):
+        if self.class_of(module) not in (Pattention, Int8Pattention, Int4Pattention):
             return None
         self.projections.append(module)
         self.track(module, module.__dict__, *OPTIONS)
@@ -216,12 +220,13 @@ class NativeDecoder:
             return None
         if module.backend not in BACKENDS:
             return None
-        keys, values, *scales = tensors
+        keys, values, *_ = tensors
+        if isinstance(module, QuantizedPattention):
+            row = keys.new_empty(1, module.in_features, dtype=torch.float32)
+            return module.pointers() if module.supports_native(row) else None
         if not native.supports(keys.new_empty(1, keys.shape[1], dtype=torch.float32), keys, values):
             return None
-        if any(numbers.dtype != torch.float32 for numbers in scales):
-            return None
-        return token_pointers(keys, values, scale, *scales)
+        return token_pointers(keys, values, scale)
 
     def class_of(self, module: nn.Module) -> type[nn.Module]:
         """Return the exact class and record it: assigning to `__class__` replaces the forward."""

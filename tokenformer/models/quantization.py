@@ -1,9 +1,10 @@
-"""Int8 weights, by one option of `from_pretrained`:
+"""Int8 and 4-bit weights, by one option of `from_pretrained`:
 
     model = TokenformerForCausalLM.from_pretrained(folder, quantization_config=TokenQuantization())
     model.save_pretrained(smaller)          # loads in int8 without the option
 
 Parameter tokens, embeddings and the output head are quantized; norms and positions are not.
+Embeddings and head have int8 weights also if the tokens have 4 bits.
 """
 
 from typing import Any
@@ -15,22 +16,27 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from tokenformer.layers import Linear, Pattention
+from tokenformer.layers.int4 import Int4Pattention
 from tokenformer.layers.int8 import Int8Embedding, Int8Linear, Int8Pattention
+from tokenformer.layers.quantized import QuantizedPattention
 from tokenformer.layers.sharded import ShardedPattention
 from tokenformer.models.configuration import QUANTIZATION_METHOD as METHOD
+
+LAYERS: dict[int, type[QuantizedPattention]] = {4: Int4Pattention, 8: Int8Pattention}
+"""The Pattention layer for each number of bits."""
 
 
 @register_quantization_config(METHOD)
 class TokenQuantization(QuantizationConfigMixin):
-    """Int8 weights: pass it to `from_pretrained` as `quantization_config`.
+    """Quantized weights: pass it to `from_pretrained` as `quantization_config`.
 
     Args:
-        bits: 8, the only width supported.
+        bits: 8 for int8 weights with a scale per token, or 4 for parameter tokens in groups of 32
+            with a scale, 4.5 bits per weight.
     """
 
     def __init__(self, bits: int = 8, **_: Any) -> None:
-        if bits != 8:
-            raise ValueError(f"bits={bits} is not supported; only 8 is")
+        check_bits(bits)
         self.quant_method = METHOD
         self.bits = bits
 
@@ -42,16 +48,21 @@ class TokenQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **options: Any) -> None:
         placed = options.get("device_map")
         if isinstance(placed, dict) and len(set(placed.values())) > 1:
-            raise ValueError("an int8 model runs on one device; leave out device_map, or name one")
+            raise ValueError(
+                "a quantized model runs on one device; leave out device_map, or name one"
+            )
         if self.pre_quantized:
-            quantize_model(model)  # on the meta device: the int8 weights come from the file
+            self.quantize(model)  # on the meta device: the weights come from the file
         elif not any(isinstance(module, Pattention) for module in model.modules()):
             raise ValueError(f"{type(model).__name__} has no tokens to quantize")
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
         if not self.pre_quantized:
-            quantize_model(model)
+            self.quantize(model)
         return model
+
+    def quantize(self, model: Any) -> None:
+        quantize_model(model, self.quantization_config.bits)
 
     def is_serializable(self) -> bool:
         return True
@@ -61,15 +72,21 @@ class TokenQuantizer(HfQuantizer):
         return False
 
 
-def quantize_model(model: PreTrainedModel) -> None:
+def check_bits(bits: Any) -> None:
+    if bits not in LAYERS:
+        raise ValueError(f"bits={bits} is not supported; only 4 and 8 are")
+
+
+def quantize_model(model: PreTrainedModel, bits: int = 8) -> None:
     """Quantize a model in place, layer by layer, so that the peak memory is little more than the
     model."""
+    check_bits(bits)
     if any(isinstance(module, ShardedPattention) for module in model.modules()):
-        raise ValueError("tokens sharded over processes cannot be quantized to int8")
+        raise ValueError("tokens sharded over processes cannot be quantized")
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
             if type(module) is Pattention:
-                setattr(parent, name, Int8Pattention(module))
+                setattr(parent, name, LAYERS[bits](module))
             elif type(module) is Linear and module.bias is None:
                 setattr(parent, name, Int8Linear(module))
             elif type(module) is nn.Embedding:

@@ -29,7 +29,7 @@ def token_counts(config: TokenConfig) -> TokenCounts:
 
 def check_not_quantized(config: Any) -> None:
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError("the model is quantized to int8; use the model it was quantized from")
+        raise ValueError("the model is quantized; use the model it was quantized from")
 
 
 def target_token_counts(

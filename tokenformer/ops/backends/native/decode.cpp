@@ -1,15 +1,18 @@
 // Kernels for decoding on a CPU, which is memory-bound: each parameter token is read once, in
 // memory order, by one thread. `library.py` builds and loads this file.
 //
-// Rows, weights and sums are fp32. Parameter tokens are fp32, bf16, or int8 with a scale each; the
-// KV cache is fp32 or bf16. Each thread alternates between two streams, the first and the second
-// half of its share, a whole token at a time. More streams or smaller pieces halve the memory
-// bandwidth; a single stream is 10 % slower. Several rows are in rows.h.
+// Rows, weights and sums are fp32. Parameter tokens are fp32, bf16, or int8 with a scale each, which
+// `quantized.h` multiplies in integers; the KV cache is fp32 or bf16. Each thread alternates between
+// two streams, the first and the second half of its share, a whole token at a time. More streams or
+// smaller pieces halve the memory bandwidth; a single stream is 10 % slower. `rows.h` has the
+// products of several rows.
 
 #include <cmath>
 #include <cstdint>
 #include <type_traits>
 
+#include "normal.h"
+#include "quantized.h"
 #include "rows.h"
 
 #ifdef _OPENMP
@@ -29,7 +32,7 @@ struct Rule {
 
 struct Tokens {
   const void *keys, *values;               // [n, d_in], [n, d_out]
-  const float *key_scales, *value_scales;  // [n], of int8
+  const void *key_scales, *value_scales;   // of quantized tokens
   long n, d_in, d_out;
   float scale;
 };
@@ -79,7 +82,6 @@ struct Step {
   int64_t *best;                    // [rows], the ids of the largest logits, or none
 };
 
-static inline float wide(int8_t a) { return (float)a; }
 
 static inline void put(float a, float *to) { *to = a; }
 static inline void put(float a, BFloat16 *to) {  // to the nearest, ties to even
@@ -100,12 +102,20 @@ struct Range {
   long start, stop;
 };
 
-static Range my_share(long n) {
-  long each = (n + omp_get_num_threads() - 1) / omp_get_num_threads();
+// The part of n that is this thread's; it starts at a multiple of `unit`.
+static Range my_share(long n, long unit = 1) {
+  long units = round_up(n, unit) / unit, threads = omp_get_num_threads();
+  long each = (units + threads - 1) / threads * unit;
   Range mine = {omp_get_thread_num() * each, omp_get_thread_num() * each + each};
   if (mine.start > n) mine.start = n;
   if (mine.stop > n) mine.stop = n;
   return mine;
+}
+
+// Tokens that one thread takes together: values of 4 bits share scales.
+template <typename T>
+static constexpr long shared_by() {
+  return std::is_same<T, Nibbles>::value ? GROUP : 1;
 }
 
 // Below, every thread of a parallel region calls the same functions.
@@ -144,45 +154,76 @@ static void add_two(float *sum, float weight, const T *token, float other_weight
 
 // x [rows, width] times this thread's tokens [n, width], transposed -> scores [rows, n].
 template <typename T>
-static void score(const float *x, long rows, long width, const T *tokens, const float *scales,
-                  long n, float *scores) {
+static void score(const float *x, long rows, long width, const T *tokens, const void *, long n,
+                  float *scores) {
   Range mine = my_share(n);
-  if constexpr (!std::is_same_v<T, int8_t>)
-    if (rows > 1) {
-      score_rows(x, rows, width, tokens, mine.start, mine.stop, n, scores);
-      return;
-    }
+  if (rows > 1) return score_rows(x, rows, width, tokens, mine.start, mine.stop, n, scores);
   long half = (mine.stop - mine.start + 1) / 2;
   for (long first = mine.start; first < mine.start + half; first++)
     for (long i = first; i < mine.stop; i += half)
-      for (long r = 0; r < rows; r++) {
-        float found = dot(x + r * width, tokens + i * width, width);
-        scores[r * n + i] = scales ? found * scales[i] : found;
-      }
+      for (long r = 0; r < rows; r++)
+        scores[r * n + i] = dot(x + r * width, tokens + i * width, width);
+}
+
+template <typename Rows, typename T, typename S>
+static void score_integers(const float *x, long rows, long width, const T *tokens, const S *scales,
+                           long n, float *scores) {
+  static thread_local Rows numbers;
+  numbers.round(x, rows, width);
+  Range mine = my_share(n, shared_by<T>());
+  long half = (mine.stop - mine.start + 1) / 2;
+  for (long first = mine.start; first < mine.start + half; first++)
+    for (long i = first; i < mine.stop; i += half)
+      score_token(numbers, rows, width, tokens, scales, i, n, scores);
+}
+
+static void score(const float *x, long rows, long width, const int8_t *tokens, const void *scales,
+                  long n, float *scores) {
+  score_integers<IntRows>(x, rows, width, tokens, (const float *)scales, n, scores);
+}
+
+static void score(const float *x, long rows, long width, const Nibbles *tokens, const void *scales,
+                  long n, float *scores) {
+  score_integers<ByteRows>(x, rows, width, tokens, (const uint16_t *)scales, n, scores);
 }
 
 // weights [rows, n] times this thread's tokens [n, width], added to sums [rows, width].
 template <typename T>
-static void mix(const float *weights, long rows, long n, const T *tokens, const float *scales,
-                long width, float *sums) {
+static void mix(const float *weights, long rows, long n, const T *tokens, const void *, long width,
+                float *sums) {
   Range mine = my_share(n);
-  if constexpr (!std::is_same_v<T, int8_t>)  // two or three fp32 rows read faster in two streams
-    if (rows > (sizeof(T) == 4 ? 3 : 1)) {
-      mix_rows(weights, rows, n, tokens, mine.start, mine.stop, width, sums);
-      return;
-    }
+  // Two or three fp32 rows read faster in two streams.
+  if (rows > (sizeof(T) == 4 ? 3 : 1))
+    return mix_rows(weights, rows, n, tokens, mine.start, mine.stop, width, sums);
   long half = (mine.stop - mine.start) / 2;
   for (long i = mine.start; i < mine.start + half; i++)
     for (long r = 0; r < rows; r++) {
       const float *row = weights + r * n;
-      add_two(sums + r * width, scales ? row[i] * scales[i] : row[i], tokens + i * width,
-              scales ? row[i + half] * scales[i + half] : row[i + half],
+      add_two(sums + r * width, row[i], tokens + i * width, row[i + half],
               tokens + (i + half) * width, width);
     }
   for (long i = mine.start + 2 * half; i < mine.stop; i++)  // the last of an odd number
     for (long r = 0; r < rows; r++)
-      add(sums + r * width, scales ? weights[r * n + i] * scales[i] : weights[r * n + i],
-          tokens + i * width, width);
+      add(sums + r * width, weights[r * n + i], tokens + i * width, width);
+}
+
+template <typename T, typename S>
+static void mix_integers(const float *weights, long rows, long n, const T *tokens, const S *scales,
+                         long width, float *sums) {
+  Range mine = my_share(n, shared_by<T>());
+  for (long r = 0; r < rows; r += MIXED_ROWS)
+    mix_tokens(weights + r * n, rows - r < MIXED_ROWS ? rows - r : MIXED_ROWS, n, tokens, scales,
+               width, mine.start, mine.stop, sums + r * width);
+}
+
+static void mix(const float *weights, long rows, long n, const int8_t *tokens, const void *scales,
+                long width, float *sums) {
+  mix_integers(weights, rows, n, tokens, (const float *)scales, width, sums);
+}
+
+static void mix(const float *weights, long rows, long n, const Nibbles *tokens, const void *scales,
+                long width, float *sums) {
+  mix_integers(weights, rows, n, tokens, (const uint16_t *)scales, width, sums);
 }
 
 static float gelu(float a, int is_tanh) {
@@ -229,9 +270,19 @@ static void end_weights(float *scores, Range mine, Rule by, float scale, const f
     float root = by.theta == L1_GELU ? scale : std::sqrt(scale);
     factor = norm < 1.0842022e-19f ? 0 : root / (norm + by.eps);  // zero rows as in theta.py
   }
-  for (long i = mine.start; i < mine.stop; i++) scores[i] *= factor;
-  if (by.theta == L2_GELU || by.theta == L1_GELU)
-    for (long i = mine.start; i < mine.stop; i++) scores[i] = gelu(scores[i], by.is_tanh);
+  int is_last = by.theta == L2_GELU || by.theta == L1_GELU;  // GELU is taken of the scaled scores
+  if (is_last && !by.is_tanh) {
+#pragma omp simd
+    for (long i = mine.start; i < mine.stop; i++) {
+      float x = factor * scores[i];
+      scores[i] = x * normal(x).below;
+    }
+    return;
+  }
+  for (long i = mine.start; i < mine.stop; i++) {
+    scores[i] *= factor;
+    if (is_last) scores[i] = gelu(scores[i], by.is_tanh);
+  }
 }
 
 // Buffers that the threads share while they compute several Pattentions of one input.
@@ -254,7 +305,8 @@ static void attend_tokens(const float *x, long rows, const Tokens *const *of, fl
     score(x, rows, tokens.d_in, (const T *)tokens.keys, tokens.key_scales, tokens.n, scores);
     for (long r = 0; r < rows; r++)
       totals[p * rows + r] =
-          begin_weights(scores + r * tokens.n, my_share(tokens.n), by, tops + p * rows + r);
+          begin_weights(scores + r * tokens.n, my_share(tokens.n, shared_by<T>()), by,
+                        tops + p * rows + r);
     scores += rows * tokens.n;
   }
   wait_for_all();
@@ -265,7 +317,7 @@ static void attend_tokens(const float *x, long rows, const Tokens *const *of, fl
   scores = work.scores;
   for (int p = 0; p < count; p++) {
     const Tokens &tokens = *of[p];
-    Range some = my_share(tokens.n);
+    Range some = my_share(tokens.n, shared_by<T>());
     for (long r = 0; r < rows; r++)
       end_weights(scores + r * tokens.n, some, by, tokens.scale, work.totals + p * rows + r,
                   work.tops + p * rows + r, count * rows);
@@ -408,7 +460,7 @@ static float element(const Matrix &matrix, long row, long column, int is_half) {
   if (matrix.kind == F32) return ((const float *)matrix.rows)[at];
   if (matrix.kind == BF16) return wide(((const BFloat16 *)matrix.rows)[at]);
   float scale = rounded(matrix.scales[row], is_half);
-  return rounded(wide(((const int8_t *)matrix.rows)[at]) * scale, is_half);
+  return rounded((float)((const int8_t *)matrix.rows)[at] * scale, is_half);
 }
 
 // This thread's part of the embeddings of the new tokens.
@@ -476,7 +528,7 @@ static bool in_range(const Ends &ends, const Step &step) {
 
 #define EXPORT(T, NAME)                                                                            \
   extern "C" void linear_##NAME(const float *x, long rows, long d_in, const T *weight,             \
-                                const float *scales, long n, float *out, int threads) {            \
+                                const void *scales, long n, float *out, int threads) {             \
     _Pragma("omp parallel num_threads(threads)")                                                   \
         score(x, rows, d_in, weight, scales, n, out);                                              \
   }                                                                                                \
@@ -513,3 +565,4 @@ static bool in_range(const Ends &ends, const Step &step) {
 EXPORT(float, f32)
 EXPORT(BFloat16, bf16)
 EXPORT(int8_t, i8)
+EXPORT(Nibbles, i4)

@@ -21,21 +21,23 @@ from tokenformer.ops.theta import THETAS, ThetaOptions
 
 MAX_ROWS = 16
 """With more rows the matrix products of BLAS are faster."""
-MAX_INT8_ROWS = 8
-"""With more rows it is faster to dequantize first."""
+MAX_QUANTIZED_ROWS = 64
+"""The same for quantized tokens, which a matrix product needs dequantized."""
 BYTES_PER_THREAD = 1 << 16
 """Bytes each thread reads at least; starting a thread for fewer costs more than it saves."""
+QUANTIZED = (torch.int8, torch.uint8)
 ORDER = {theta: number for number, theta in enumerate(THETAS)}
 
 
 def supports(x: Tensor, *matrices: Tensor) -> bool:
-    """Whether native code can take these rows and matrices. There is no backward pass."""
-    is_int8 = any(matrix.dtype == torch.int8 for matrix in matrices)
+    """Whether native code can take these rows and matrices. There is no backward pass. The width of
+    quantized matrices is not compared: 4-bit ones are packed."""
+    most = MAX_QUANTIZED_ROWS if any(m.dtype in QUANTIZED for m in matrices) else MAX_ROWS
     return (
-        0 < x.numel() <= (MAX_INT8_ROWS if is_int8 else MAX_ROWS) * x.shape[-1]
+        0 < x.numel() <= most * x.shape[-1]
         and x.is_cpu
         and x.dtype in (torch.float32, torch.bfloat16)
-        and all(m.shape[1] == x.shape[-1] for m in matrices[:1])
+        and all(m.shape[1] == x.shape[-1] or m.dtype in QUANTIZED for m in matrices[:1])
         and all(m.is_cpu and m.dtype in SUFFIXES and m.is_contiguous() for m in matrices)
         and not torch.is_autocast_enabled("cpu")
         and library() is not None
@@ -56,23 +58,10 @@ def run_native(x: Tensor, keys: Tensor, values: Tensor, options: ThetaOptions) -
     )
 
 
-def token_pointers(
-    keys: Tensor,
-    values: Tensor,
-    scale: float | Tensor,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
-) -> Tokens:
-    """Return pointers to keys and values; `key_scales` and `value_scales` [n] are for int8."""
-    return Tokens(
-        keys.data_ptr(),
-        values.data_ptr(),
-        None if key_scales is None else key_scales.data_ptr(),
-        None if value_scales is None else value_scales.data_ptr(),
-        *keys.shape,
-        values.shape[1],
-        float(scale),
-    )
+def token_pointers(keys: Tensor, values: Tensor, scale: float | Tensor) -> Tokens:
+    """Return pointers to keys and values that are not quantized."""
+    pointers = keys.data_ptr(), values.data_ptr(), None, None
+    return Tokens(*pointers, *keys.shape, values.shape[1], float(scale))
 
 
 def theta_struct(theta: str, approximate: str, eps: float) -> Theta:

@@ -26,7 +26,7 @@ static inline float wide(BFloat16 a) {
 }
 
 static const int LANES = 8, TILE_ROWS = 4, TILE_COLUMNS = 2;
-static const long GROUP = 8;  // tokens that `mix_rows` adds before it stores the sums
+static const long MIXED_TOKENS = 8;  // tokens that `mix_rows` adds before it stores the sums
 static const long LINE_BYTES = 64;
 static const long UNPACK_ROWS = 8;  // with more, bf16 tokens are unpacked once for all tiles
 
@@ -180,15 +180,15 @@ template <typename T>
 static void mix_rows(const float *weights, long rows, long n, const T *tokens, long start,
                      long stop, long width, float *sums) {
   const long step = TILE_COLUMNS * LANES;
-  float unpacked[GROUP * step];
-  for (long i = start; i < stop; i += GROUP) {
-    const long count = stop - i < GROUP ? stop - i : GROUP;
+  float unpacked[MIXED_TOKENS * step];
+  for (long i = start; i < stop; i += MIXED_TOKENS) {
+    const long count = stop - i < MIXED_TOKENS ? stop - i : MIXED_TOKENS;
     const T *here = tokens + i * width;
     const char *next = (const char *)(here + count * width);
     const char *end = (const char *)(tokens + stop * width);
     long j = 0;
     for (; j + step <= width; j += step) {
-      const char *until = next + sizeof(T) * GROUP * step;
+      const char *until = next + sizeof(T) * MIXED_TOKENS * step;
       for (; next < until && next < end; next += LINE_BYTES) __builtin_prefetch(next);
       if (!std::is_same_v<T, float> && rows > UNPACK_ROWS) {
         unpack(here + j, count, step, width, unpacked);
