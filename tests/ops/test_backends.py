@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -51,6 +51,9 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_odd_shapes(leading, d_in, n, d_out, seed, theta, approximate, scale, eps, backend):
     inputs = random_inputs((*leading, d_in), (n, d_in), (n, d_out), seed=seed)
+    # A row almost orthogonal to all keys loses digits in any backend, most in the Gram matrix.
+    norms = (inputs[0].detach() @ inputs[1].detach().T).norm(dim=-1)
+    assume(not norms.numel() or norms.min() > 1e-2)
     options = {"scale_tokens": scale, "theta": theta, "approximate": approximate, "eps": eps}
     wanted = output_and_gradients("reference", inputs, **options)
     # One score of l1_gelu near zero has a gradient that jumps; a sum of few may cancel.

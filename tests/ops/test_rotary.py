@@ -26,7 +26,7 @@ def test_values_and_gradients(shared, dim, monkeypatch, seed):
     cos, sin = RotaryPositions(dim)(query, ids)[1]
     assert rotary.supports(query, cos, sin)
     found = rotate_all((query, key), (cos, sin))
-    wanted = [rotate_half(heads, cos.unsqueeze(1), sin.unsqueeze(1)) for heads in (query, key)]
+    wanted = [rotate_half(heads, cos, sin) for heads in (query, key)]
     grads = [torch.randn_like(part) for part in wanted]
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs)

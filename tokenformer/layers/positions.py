@@ -72,12 +72,15 @@ def rotate_all(several: Sequence[Tensor], rotation: Rotation) -> Sequence[Tensor
     cos, sin = rotation  # [B, T, dim]
     if is_plain(cos, sin, *several) and all(rotary.supports(h, cos, sin) for h in several):
         return rotary.rotate_all(cos, sin, *several)
-    return [rotate_half(heads, cos.unsqueeze(1), sin.unsqueeze(1)) for heads in several]
+    return [rotate_half(heads, cos, sin) for heads in several]
 
 
 def rotate_half(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The rotation by cos and sin [B, 1, T, dim] in torch's operations."""
-    rotated, rest = heads.split((cos.shape[-1], heads.shape[-1] - cos.shape[-1]), dim=-1)
+    """The rotation in torch's operations. The result is in the memory layout of rows [B, T, H *
+    head_dim], as the heads are, so that fused attention writes rows and nothing is copied."""
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # [B, T, 1, dim]
+    rows = heads.transpose(1, 2)  # [B, T, H, head_dim]
+    rotated, rest = rows.split((cos.shape[-1], rows.shape[-1] - cos.shape[-1]), dim=-1)
     first, second = rotated.chunk(2, dim=-1)
     rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((rotated, rest), dim=-1)
+    return torch.cat((rotated, rest), dim=-1).transpose(1, 2)

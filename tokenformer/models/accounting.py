@@ -139,7 +139,6 @@ def activation_bytes(config: LanguageConfig, batch_size: int, length: int) -> di
     stream = FLOAT_BYTES * rows * d  # one copy of the residual stream, [B, T, d]
     keys_and_values = 2 * FLOAT_BYTES * rows * config.key_value_size
     log_sums = FLOAT_BYTES * rows * config.num_attention_heads
-    rotary = config.positions == "rotary"
     inner = {part: _projection_bytes(config, part, rows) for part in ("qkv", "output", "ffn")}
     position_bytes = {
         "rotary": 2 * FLOAT_BYTES * length * config.rotary_dim,  # cos and sin
@@ -156,8 +155,7 @@ def activation_bytes(config: LanguageConfig, batch_size: int, length: int) -> di
         "norms": norm_inputs * stream + 2 * layers * block_norm + final_norm,
         "qkv": layers * stream + inner["qkv"],
         "token_token": layers * (2 * stream + keys_and_values + log_sums),
-        # Rotated queries are laid out by head, and so is the attention output, which is copied.
-        "output": (layers * stream if rotary else 0) + inner["output"],
+        "output": inner["output"],
         "ffn": layers * stream + inner["ffn"],
         # The input of the head, the log-probabilities, the labels and their count.
         "head": stream + rows * (FLOAT_BYTES * config.vocab_size + INDEX_BYTES) + FLOAT_BYTES,
