@@ -16,7 +16,17 @@ from benchmarks.harness import progress
 from benchmarks.plot import PANELS, draw
 from benchmarks.results import results_path
 
-BENCHMARKS = ("operator", "training", "decode", "growth", "memory", "loading", "loop", "loss")
+BENCHMARKS = (
+    "operator",
+    "narrow",
+    "training",
+    "decode",
+    "growth",
+    "memory",
+    "loading",
+    "loop",
+    "loss",
+)
 ROOT = Path(__file__).parent.parent
 
 

@@ -17,6 +17,7 @@ FORMULA, PEER = "#d55e00", "#6b6b6b"
 COLOURS = {
     "direct": OURS,
     "auto": OURS,
+    "tokenformer": OURS,
     "from_pretrained": OURS,
     "on disk": OURS,
     "streamed": THIRD,
@@ -171,6 +172,21 @@ def training(axes: Any, results: Row) -> None:
     legend(axes, names_of(shown))
 
 
+def narrow(axes: Any, results: Row) -> None:
+    rows = [row for row in results["narrow"]["rows"] if row["name"] != "nanoGPT"]
+    cases: dict[str, list[Row]] = {}
+    for row in rows:
+        cases.setdefault(
+            row["case"].replace(": ", "\n").replace("layers, ", "layers\n"), []
+        ).append(row)
+    bars(axes, rows, cases, "times_nanoGPT")
+    axes.set_title("Training step of small models\noptimizer included", fontsize=10.5, loc="left")
+    axes.set_ylabel("speedup over nanoGPT", color=INK, fontsize=9)
+    axes.axhline(1, color="0.6", linewidth=1, linestyle=(0, (3, 3)))
+    axes.grid(color=PALE, axis="y")
+    legend(axes, names_of(rows))
+
+
 def with_peer_name(row: Row) -> Row:
     """Rename a peer to `peer`, so that all share a colour; the axis label names it."""
     return {**row, "name": "peer"} if row["name"] == row["peer"] else row
@@ -247,6 +263,7 @@ def growth(axes: Any, results: Row) -> None:
 
 PANELS: list[tuple[str, Callable[[Any, Row], None]]] = [
     ("operator", operator),
+    ("narrow", narrow),
     ("training", training),
     ("decode", decode),
     ("memory", memory),

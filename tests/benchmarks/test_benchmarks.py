@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent.parent
 MODEL = "--width 64 --layers 1 --vocab 96"
 TINY = {
     "operator": "--shapes 8x16x24 8x16x48 12x16x24",
+    "narrow": "--cases text --width 16 --square 64",
     "training": f"{MODEL} --tokens 16 --lengths 8 16 --ffn_tokens 24 --square 64",
     "decode": f"{MODEL} --sizes 27m --tokens 3 --contexts 4 --batches 1 2 --ffn_tokens 24",
     "growth": "--from tiny --to tiny-grown",
@@ -29,6 +30,7 @@ TINY = {
 }
 NAMES = {
     "operator": {"released", "mlp", "reference", "direct", "streamed"},
+    "narrow": {"tokenformer", "released", "Transformer", "GPT", "nanoGPT"},
     "training": {"auto", "released", "GPT-NeoX", "TransformerEncoder"},
     "decode": {"auto", "bf16", "int8", "int4", "released", "GPT-NeoX"},
     "growth": {"on disk", "in memory", "Net2Net"},

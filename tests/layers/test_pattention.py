@@ -1,6 +1,7 @@
 """The Pattention layer as a replacement of nn.Linear."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 import tokenformer
 from tokenformer.layers import Pattention
+from tokenformer.layers.pattention import project_all
 from tokenformer.ops import THETAS, pattention
 
 
@@ -219,3 +221,45 @@ def test_stack_of_different_scales_compiles_whole():
     torch.testing.assert_close(compiled(x), stack(x))
     stack[0].scale_tokens = 11.5  # as an annealed growth does
     torch.testing.assert_close(compiled(x), stack(x))
+
+
+def three_layers(**options: Any) -> list[Pattention]:
+    return [Pattention(8, size, n, **options) for size, n in ((8, 20), (4, 12), (4, 16))]
+
+
+def test_layers_of_one_input_are_projected_together(seed):
+    layers, x = three_layers(), torch.randn(9, 10, 8)
+    layers[2].active_tokens = 7
+    for found, layer in zip(project_all(layers, x), layers, strict=True):
+        torch.testing.assert_close(found, layer(x))
+    few = torch.randn(1, 2, 8)
+    for found, layer in zip(project_all(layers, few), layers, strict=True):
+        assert torch.equal(found, layer(few))
+
+
+@pytest.mark.parametrize("kind", ["forward hook", "pre-hook", "backward hook", "replaced forward"])
+def test_what_calling_a_layer_does_is_not_skipped(kind, seed):
+    layers, x, called = three_layers(), torch.randn(9, 10, 8), []
+
+    def note(*_: Any) -> None:
+        called.append(kind)
+
+    if kind == "forward hook":
+        layers[1].register_forward_hook(note)
+    elif kind == "pre-hook":
+        layers[1].register_forward_pre_hook(note)
+    elif kind == "backward hook":
+        layers[1].register_full_backward_hook(note)
+    else:
+        plain = layers[1].forward
+        layers[1].forward = lambda x: (note(), plain(x))[1]  # type: ignore[method-assign]
+    sum(out.sum() for out in project_all(layers, x.requires_grad_())).backward()
+    assert called == [kind]
+
+
+def test_layers_with_learned_scales_or_another_backend_are_called_one_by_one(seed):
+    x = torch.randn(90, 8)
+    scale = torch.nn.Parameter(torch.tensor(9.0))
+    for layers in (three_layers(scale_tokens=scale), three_layers(backend="reference")):
+        for found, layer in zip(project_all(layers, x), layers, strict=True):
+            assert torch.equal(found, layer(x))

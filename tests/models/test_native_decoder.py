@@ -57,8 +57,8 @@ def generate(model: Any, ids: Tensor, tokens: int = 40, **options: Any) -> Any:
     )
 
 
-def prompt(length: int = 5) -> Tensor:
-    return torch.randint(1, 61, (1, length), generator=torch.Generator().manual_seed(1))
+def prompt(length: int = 5, rows: int = 1) -> Tensor:
+    return torch.randint(1, 61, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
 def assert_exact(model: Any, output: Any, start: int, tolerance: float = 2e-5) -> None:
@@ -67,8 +67,8 @@ def assert_exact(model: Any, output: Any, start: int, tolerance: float = 2e-5) -
     for layer in truth.modules():
         layer._forward_hooks.clear()
     with torch.no_grad():
-        wanted = truth(output.sequences, use_cache=False).logits[0, start - 1 : -1]
-    found = torch.cat(output.logits)
+        wanted = truth(output.sequences, use_cache=False).logits[:, start - 1 : -1]
+    found = torch.stack(output.logits, dim=1)
     assert (found - wanted).abs().max() < tolerance * wanted.abs().max()
 
 
@@ -80,6 +80,42 @@ def test_every_kind_of_model(make_model: Make, native: list[bool], options: Any,
     assert native == [False] + 39 * [True], "eager for the prompt, native afterwards"
     # Random softmax layers have large gradients.
     assert_exact(model, output, length, 2e-3 if options.get("theta") == "softmax" else 2e-5)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("rows", [2, 3, 8, 16])
+def test_batches(make_model: Make, native: list[bool], options: Any, rows: int):
+    model = make_model("tokenformer", tie_word_embeddings=False, **options).float()
+    output = generate(model, prompt(5, rows), 12)
+    assert native == [False] + 11 * [True]
+    assert_exact(model, output, 5, 2e-3 if options.get("theta") == "softmax" else 2e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_numbers_of_threads(make_model: Make, monkeypatch: pytest.MonkeyPatch, threads: int):
+    monkeypatch.setattr(native_decoder, "threads_for", lambda size: threads)
+    model = make_model("tokenformer", tie_word_embeddings=False, hidden_size=96).float()
+    for rows in (1, 5, 16):
+        assert_exact(model, generate(model, prompt(5, rows), 80), 5)  # the cache grows twice
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_forward_passes_of_a_padded_batch(make_model: Make, native: list[bool], options: Any):
+    """Without `generate`: the blocks alone run in native code."""
+    model = make_model("tokenformer", tie_word_embeddings=False, **options).float()
+    ids, mask = prompt(20, 4), torch.ones(4, 20, dtype=torch.long)
+    mask[1, :3] = mask[2, :5] = 0
+    cache = preallocate(DynamicCache(config=model.config))
+    with torch.no_grad():
+        found = [model(ids[:, :6], attention_mask=mask[:, :6], past_key_values=cache).logits]
+        for end in range(7, 21):
+            seen = mask[:, :end]
+            new = model(ids[:, end - 1 : end], attention_mask=seen, past_key_values=cache)
+            found.append(new.logits)
+        wanted = model.double()(ids, attention_mask=mask, use_cache=False).logits
+    assert native == [False] + 14 * [True] + [False]
+    error = (torch.cat(found, 1) - wanted)[mask.bool()].abs().max()
+    assert error < (2e-3 if options.get("theta") == "softmax" else 2e-5) * wanted.abs().max()
 
 
 def test_half_precision(make_model: Make, native: list[bool]):
@@ -320,7 +356,7 @@ def test_a_cache_from_inference_mode_continues(make_model: Make, native: list[bo
 
 
 def test_beams_and_batches_match_a_dynamic_cache(make_model: Make):
-    """Beam search reorders and repeats the cache and runs in eager mode."""
+    """Beam search reorders and repeats the cache."""
     model = make_model("tokenformer", tie_word_embeddings=False).float()
     ids = torch.cat([prompt(), prompt() + 1]) % 61
     for options in ({"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}, {}):
@@ -330,14 +366,15 @@ def test_beams_and_batches_match_a_dynamic_cache(make_model: Make):
         assert torch.equal(found, wanted)
 
 
-def test_left_padding_runs_in_eager_mode(make_model: Make, native: list[bool]):
-    model = make_model("tokenformer", tie_word_embeddings=False).float()
+@pytest.mark.parametrize("positions", ["rotary", "learned", "none"])
+def test_left_padding(make_model: Make, native: list[bool], positions: str):
+    model = make_model("tokenformer", tie_word_embeddings=False, positions=positions).float()
     ids = prompt()
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids], 1)
     mask = (torch.arange(8) >= 3).long()[None]
     alone, in_batch = generate(model, ids, 9), generate(model, padded, 9, attention_mask=mask)
     assert torch.equal(alone.sequences[:, 5:], in_batch.sequences[:, 8:])
-    assert sum(native) == 8
+    assert sum(native) == 16
 
 
 def test_only_empty_dynamic_caches_are_preallocated(make_model: Make):

@@ -16,7 +16,7 @@ from tests.support.backends import (
     random_inputs,
 )
 from tokenformer.ops import BACKENDS, THETAS, pattention
-from tokenformer.ops.backends import auto, derivatives, direct, saved_bytes, single_row, streamed
+from tokenformer.ops.backends import auto, derivatives, saved_bytes, single_row, streamed
 from tokenformer.ops.backends.autograd import KERNELS
 from tokenformer.ops.backends.interface import Sizes
 
@@ -29,7 +29,7 @@ thetas = pytest.mark.parametrize("theta", list(THETAS))
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of rows and chunks of tokens far smaller than the inputs below."""
-    monkeypatch.setattr(direct, "BLOCK_ROWS", 11)
+    monkeypatch.setattr(derivatives, "PRODUCT_ROWS", 11)
     monkeypatch.setattr(derivatives, "CACHE_BYTES", 0)
     monkeypatch.setattr(streamed, "FEWEST_TOKENS", 4)
     monkeypatch.setattr(streamed, "CHUNK_BYTES", 0)

@@ -19,6 +19,7 @@ from tokenformer.layers import Linear, Pattention
 from tokenformer.layers.int8 import Int8Linear, Int8Pattention
 from tokenformer.ops import THETAS, pattention
 from tokenformer.ops.backends import auto
+from tokenformer.ops.backends.direct import has_slow_products
 from tokenformer.ops.backends.native import few_rows, linear
 from tokenformer.ops.backends.native.library import library
 
@@ -82,7 +83,7 @@ def gelu_inputs(scores: Tensor, scale: float, given: dict) -> Tensor:
 @needs_compiler
 @settings(max_examples=200, deadline=None)
 @given(
-    leading=st.sampled_from([(), (1,), (1, 1), (3,), (2, 4), (8,)]),
+    leading=st.sampled_from([(), (1,), (1, 1), (2,), (3,), (2, 4), (7,), (11,), (4, 4)]),
     d_in=st.integers(1, 70),
     n=st.integers(1, 90),
     d_out=st.integers(1, 70),
@@ -101,9 +102,20 @@ def test_odd_shapes(leading, d_in, n, d_out, seed, theta, approximate, scale, ep
 
 
 @needs_compiler
+@pytest.mark.parametrize("rows", [1, 2, 4, 9, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whole_lines_and_tiles(rows, dtype):
+    """Wide rows, which are read a cache line at a time, with and without a rest."""
+    for d_in, d_out in ((256, 128), (200, 141)):
+        inputs = draw((rows, d_in), (67, d_in), (67, d_out), dtype=dtype)
+        assert_true(pattention(*inputs, backend="native"), inputs)
+
+
+@needs_compiler
 @thetas
-def test_many_tokens(theta):
-    inputs = draw((2, 32), (40_000, 32), (40_000, 16))
+@pytest.mark.parametrize("rows", [1, 2, 16])
+def test_many_tokens(theta, rows):
+    inputs = draw((rows, 32), (40_000, 32), (40_000, 16))
     found = pattention(*inputs, backend="native", theta=theta)
     assert_true(found, inputs, theta=theta)
 
@@ -165,8 +177,9 @@ def test_auto_takes_it_only_where_it_can():
 
     assert chosen(x, keys, values) == "native"
     assert chosen(x.double(), keys.double(), values.double()) == "reference"
-    assert chosen(x.half(), keys.half(), values.half()) == "reference"
-    assert chosen(x.repeat(5, 1), keys, values) == "reference", "more rows than it is for"
+    in_fp32 = "direct" if has_slow_products("cpu", torch.float16) else "reference"
+    assert chosen(x.half(), keys.half(), values.half()) == in_fp32
+    assert chosen(x.repeat(9, 1), keys, values) == "reference", "more rows than it is for"
     assert chosen(x, keys.T.contiguous().T, values) == "reference"
     assert chosen(x[:0], keys, values) == "reference"
     with torch.autocast("cpu"):

@@ -6,6 +6,7 @@ import pytest
 from torch import Tensor
 
 from tokenformer.models import language, native_decoder
+from tokenformer.models.decoding_loop import Decoding
 from tokenformer.models.language import LanguageModel
 
 
@@ -25,6 +26,15 @@ def record_native_decoding(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         native.append(found is not None)
         return found
 
+    run_native = Decoding.run_native
+
+    def looped(*arguments: Any) -> Any:
+        found = run_native(*arguments)
+        if found is not None:  # otherwise a forward pass follows
+            native.append(True)
+        return found
+
+    monkeypatch.setattr(Decoding, "run_native", looped)
     monkeypatch.setattr(LanguageModel, "_is_decoding", checked)
     monkeypatch.setattr(language, "decode_token", decoded)
     return native

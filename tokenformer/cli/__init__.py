@@ -99,9 +99,11 @@ def run(words: list[str]) -> None:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
         raise TokenformerError(f"{command} is not a command; {hint}")
 
+    from tokenformer.cli.deferred_imports import defer_imports
     from tokenformer.cli.parser import parse
 
     function = load(COMMANDS[command])
+    defer_imports()
     function(**parse(command, function, words[1:], f"tokenformer {command} {USAGE[command]}"))
 
 
@@ -109,6 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     command = " ".join(["tokenformer", *(word for word in words[:1] if word in COMMANDS)])
     open_closed_streams()
+    # Threads that wait spin for milliseconds by default, which on a busy machine keeps the cores
+    # from those they wait for: small models train ten times slower. Read when torch is imported.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         try:
             run(words)

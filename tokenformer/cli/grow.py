@@ -104,7 +104,6 @@ def grow_model(
             raise InputError(f"--{name} {given[name]} is for --method {LIGO}")
 
     from tokenformer.train.model_growth import grow_model_folder
-    from tokenformer.train.training_state import grow_checkpoint
 
     with model_errors(out):
         options = growth_options(given)
@@ -115,6 +114,8 @@ def grow_model(
             batches = ligo_batches(config, data, options.sizes["steps"])
         with new_folder("--out", out) as folder:
             if is_checkpoint:
+                from tokenformer.train.training_state import grow_checkpoint
+
                 report = grow_checkpoint(source, folder, options, batches)
             else:
                 verify = not no_verify

@@ -170,8 +170,7 @@ def load_pair(
     from transformers.utils import logging
 
     import tokenformer  # noqa: F401  # registers our classes with the Auto classes
-    from tokenformer.models.loading import load_pretrained
-    from tokenformer.train.parallel.distribute import device
+    from tokenformer.models.loading import device, load_pretrained
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()

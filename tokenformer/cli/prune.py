@@ -65,8 +65,7 @@ def prune_model(
     from tokenformer.growth.model_folder import save_model_folder
     from tokenformer.growth.tokens.prune import prune
     from tokenformer.models.configuration import VisionConfig
-    from tokenformer.models.loading import load_tokenformer
-    from tokenformer.train.parallel.distribute import device
+    from tokenformer.models.loading import device, load_tokenformer
 
     with model_errors(out), new_folder("--out", out) as folder:
         loaded = load_tokenformer(source, verify=not no_verify).to(device())

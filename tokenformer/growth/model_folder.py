@@ -1,29 +1,34 @@
 """Growing a model on disk: from one Hugging Face folder to another.
 
-A TokenFormer is read through a memory map, one layer at a time, so memory holds the new model and
-one layer of the old. A Transformer is loaded completely.
+A TokenFormer is read, grown and written one layer at a time: while one is hashed and written, the
+next ones are made in parallel, and memory holds no others. A Transformer is loaded completely.
 """
 
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from tokenformer.growth.growth_report import ChangedPart, GrowthReport, format_shape, group_alike
+from tokenformer.growth.parameter_mapping import ParameterMapping
 from tokenformer.growth.tokens.token_counts import target_token_counts
 from tokenformer.growth.tokens.token_growth import TokenGrowth
 from tokenformer.growth.transformer.methods import grow_transformer
+from tokenformer.models.block_configuration import BlockConfig
 from tokenformer.models.configuration import TokenConfig, Tokens, TransformerConfig
 from tokenformer.models.language import TransformerForCausalLM
-from tokenformer.models.loading import check_folder, load_config, load_pretrained
+from tokenformer.models.loading import check_folder, join_names, load_config, load_pretrained
 from tokenformer.models.model_card import read_history, write_card
 from tokenformer.models.model_classes import MODEL_CLASSES
-from tokenformer.models.weight_files import weight_files
+from tokenformer.models.saved_folder import save_except_weights
+from tokenformer.models.weight_files import StoredTensor, read_headers, weight_files
+from tokenformer.models.weight_writer import WeightWriter
 
 REPORT = "growth.json"
 MAX_CARD_PARTS = 12
@@ -82,21 +87,84 @@ def grow_folder(
     are those of `grow_tokens`."""
     config = load_config(str(source))
     check_folder(source, config, verify=verify)
-    sizes = target_token_counts(config, to, tokens)
+    model_class, memory = MODEL_CLASSES[type(config)], ReusedMemory()
     growth = TokenGrowth(
-        MODEL_CLASSES[type(config)],
+        model_class,
         config,
-        sizes,
+        target_token_counts(config, to, tokens),
         init=init,
         scale=scale,
         seed=seed,
         old_rate=old_rate,
+        copy=lambda name, tensor: (tensor, ParameterMapping(name)),
+        allocate=memory.allocate,
     )
+    shapes = grown_tensors(growth, read_headers(source, weight_files(source)))
+    out.mkdir(parents=True, exist_ok=True)
+    writer = WeightWriter(out, shapes)
     with stored_tensors(source) as stored:
-        tensors = growth.tensors(stored.__getitem__, stored.names)
+        names = [name for name in writer.names if name in stored.files]
+        with closing(growth.tensors(stored.__getitem__, names)) as made:
+            hashes = writer.write(memory.release_after(in_order(made, writer.names)))
     report = growth.report(**growth.report_fields)
-    save_model_folder(growth.build(MODEL_CLASSES[type(config)], tensors), report, source, out)
+    grown = growth.build(model_class, shapes)
+    save_except_weights(grown, out, hashes)
+    save_companions(grown.config, report, source, out)
     return report
+
+
+def grown_tensors(growth: TokenGrowth, stored: dict[str, StoredTensor]) -> dict[str, Tensor]:
+    """Return the tensors of the grown model on the meta device, in the dtypes of the old ones."""
+    wanted = growth.larger.state_dict()
+    if unknown := [name for name in stored if name not in wanted]:
+        raise ValueError(f"the model has no parameter {join_names(unknown)}")
+    shapes = {}
+    for name, tensor in wanted.items():
+        layer, _, kind = name.rpartition(".")
+        like = name if name in stored or kind != "scale_tokens" else f"{layer}.key_tokens"
+        if name not in growth.larger.all_tied_weights_keys:
+            shapes[name] = tensor.to(stored[like].torch_dtype)
+    return shapes
+
+
+class ReusedMemory:
+    """Memory of the layers that are being grown.
+
+    The system hands out fresh memory page by page, which takes longer than filling it with random
+    numbers: a layer takes that of an earlier one that has been written.
+    """
+
+    def __init__(self) -> None:
+        self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self.used: set[int] = set()
+
+    def allocate(self, old: Tensor, size: int) -> Tensor:
+        """Return memory for `size` rows like `old`, not initialized. Threads may call this."""
+        shape = torch.Size((size, old.shape[1]))
+        try:
+            rows = self.free[shape, old.dtype].pop()
+        except (KeyError, IndexError):
+            rows = old.new_empty(shape)
+        self.used.add(rows.data_ptr())
+        return rows
+
+    def release_after(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors; each is overwritten some time after the next one is asked for."""
+        for name, tensor in tensors:
+            yield name, tensor
+            if tensor.data_ptr() in self.used:
+                self.free.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
+
+
+def in_order(
+    tensors: Iterable[tuple[str, Tensor]], names: list[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in the order of `names`, holding those that come early."""
+    source, early = iter(tensors), dict[str, Tensor]()
+    for name in names:
+        while name not in early:
+            early.update([next(source)])
+        yield name, early.pop(name)
 
 
 def grow_transformer_folder(
@@ -121,11 +189,16 @@ def save_model_folder(
 ) -> None:
     """Save a model that came from folder `source`: weights, report, companion files and card."""
     model.save_pretrained(out)
+    save_companions(model.config, report, source, out)
+
+
+def save_companions(config: BlockConfig, report: GrowthReport, source: Path, out: Path) -> None:
+    """Add the report, companion files and card to a saved model that came from folder `source`."""
     for name in COMPANION_FILES:
         if (source / name).exists():
             shutil.copyfile(source / name, out / name)
     report.save(out / REPORT)
-    write_card(out, model.config, [*read_history(source), history_line(report.asdict())])
+    write_card(out, config, [*read_history(source), history_line(report.asdict())])
 
 
 def history_line(report: dict[str, Any]) -> str:

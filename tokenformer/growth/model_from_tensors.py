@@ -18,11 +18,10 @@ def build_model(
     """Return a model that holds `tensors` as its parameters."""
     with torch.device("meta"):
         model = model_class(config)
-    _, unknown = model.load_state_dict(tensors, strict=False, assign=True)
+    missing, unknown = model.load_state_dict(tensors, strict=False, assign=True)
     if unknown:
         raise ValueError(f"the model has no parameter {', '.join(unknown)}")
     model.tie_weights()
-    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if missing:
+    if missing := [name for name in missing if name not in model.all_tied_weights_keys]:
         raise ValueError(f"tensors are missing for {', '.join(missing)}")
     return model

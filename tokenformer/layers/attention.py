@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tokenformer.layers.positions import Rotation, rotate
+from tokenformer.layers.pattention import project_all
+from tokenformer.layers.positions import Rotation, rotate_all
 
 
 class Cache(Protocol):
@@ -69,12 +70,13 @@ class Attention(nn.Module):
         applies in addition to the causal mask.
         Returns the output and, if `attend` computes them, the attention weights.
         """
-        source = x if context is None else context
-        query = self._split_heads(self.q(x))  # [B, H, T, head_dim]
-        key = self._split_heads(self.k(source))  # [B, H_kv, S, head_dim]
-        value = self._split_heads(self.v(source))
+        if context is None:
+            projected = project_all((self.q, self.k, self.v), x)
+        else:
+            projected = [self.q(x), self.k(context), self.v(context)]
+        query, key, value = map(self._split_heads, projected)  # [B, H or H_kv, T or S, head_dim]
         if rotation is not None:
-            query, key = rotate(query, rotation), rotate(key, rotation)
+            query, key = rotate_all((query, key), rotation)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attended, weights = self.attend(query, key, value, attention_mask, **options)

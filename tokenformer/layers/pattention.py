@@ -4,10 +4,16 @@ layer = Pattention(in_features=768, out_features=768, num_tokens=576)
 y = layer(x)        # [..., 768] -> [..., 768]
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 
+from tokenformer.ops.backends import joint
+from tokenformer.ops.backends.native.fused import TokenGroup
 from tokenformer.ops.pattention import check_names, check_scale, pattention
+from tokenformer.ops.theta import ThetaOptions
 
 
 class Pattention(nn.Module):
@@ -139,3 +145,34 @@ class Pattention(nn.Module):
             f"num_tokens={self.num_tokens}, theta={self.theta!r}, "
             f"scale_tokens={'tensor' if isinstance(scale, Tensor) else f'{scale:g}'}{active}"
         )
+
+
+def project_all(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
+    """Call several layers on one input, such as q, k and v; in one call where that is faster."""
+    if not torch.compiler.is_compiling():
+        groups = [group for layer in layers if (group := token_group(layer)) is not None]
+        if len(groups) == len(layers) and joint.supports(x, groups):
+            return joint.run(x, groups)
+    return [layer(x) for layer in layers]
+
+
+def token_group(layer: nn.Module) -> TokenGroup | None:
+    """Return the tokens of a layer; None if calling it may do more than Pattention."""
+    if type(layer) is not Pattention or layer.backend not in ("auto", "direct"):
+        return None
+    if "forward" in layer.__dict__ or has_hooks(layer):
+        return None
+    keys, values, scale = layer.token_set()
+    if isinstance(scale, Tensor):
+        return None
+    return TokenGroup(keys, values, ThetaOptions(layer.theta, scale, layer.approximate, layer.eps))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or torch_module._has_any_global_hook()
+    )

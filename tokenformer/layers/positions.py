@@ -5,8 +5,13 @@ change the hidden states, rotary positions return a rotation for attention, `NoP
 neither.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
+
+from tokenformer.ops.backends.auto import is_plain
+from tokenformer.ops.backends.native import rotary
 
 Rotation = tuple[Tensor, Tensor]
 """cos and sin, each [B, T, rotary_dim]."""
@@ -59,7 +64,19 @@ class NoPositions(nn.Module):
 def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     """Rotate the leading channels of `heads` [B, H, T, head_dim], in NeoX's rotate-half layout:
     channel i is paired with channel i + dim/2, not with its neighbour."""
-    cos, sin = (part.unsqueeze(1) for part in rotation)  # [B, 1, T, dim]
+    return rotate_all((heads,), rotation)[0]
+
+
+def rotate_all(several: Sequence[Tensor], rotation: Rotation) -> Sequence[Tensor]:
+    """Rotate queries and keys in one call."""
+    cos, sin = rotation  # [B, T, dim]
+    if is_plain(cos, sin, *several) and all(rotary.supports(h, cos, sin) for h in several):
+        return rotary.rotate_all(cos, sin, *several)
+    return [rotate_half(heads, cos.unsqueeze(1), sin.unsqueeze(1)) for heads in several]
+
+
+def rotate_half(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The rotation by cos and sin [B, 1, T, dim] in torch's operations."""
     rotated, rest = heads.split((cos.shape[-1], heads.shape[-1] - cos.shape[-1]), dim=-1)
     first, second = rotated.chunk(2, dim=-1)
     rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
-from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
@@ -29,9 +28,6 @@ from tokenformer.layers import (
 from tokenformer.layers.norm import NORMS
 from tokenformer.models.block_configuration import BlockConfig
 from tokenformer.models.configuration import MatrixConfig, TokenConfig
-from tokenformer.models.token_parallel import TokenParallel
-
-ALL_PARALLEL_STYLES.register("tokens", TokenParallel())  # used in the plan of `TokenConfig`
 
 Projections = Callable[[Any, int], list[nn.Module]]
 """(config, layer) -> q, k, v, o and the feed-forward layer."""

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -36,11 +37,13 @@ Stamp = list[Any]
 """Size, modification time in nanoseconds, and expected SHA-256 of a file, or None."""
 
 
-def write_checksums(folder: Path) -> None:
-    """Write the size and SHA-256 of every weight file of a folder to checksums.json."""
+def write_checksums(folder: Path, hashes: Mapping[str, str] | None = None) -> None:
+    """Write the size and SHA-256 of every weight file of a folder to checksums.json. Files in
+    `hashes`, by name, are not read."""
+    known = hashes or {}
     saved = any((folder / name).exists() for name in (WEIGHTS, INDEX))
     files = {
-        file.name: {"size": file.stat().st_size, "sha256": sha256(file)}
+        file.name: {"size": file.stat().st_size, "sha256": known.get(file.name) or sha256(file)}
         for file in (weight_files(folder) if saved else [])
     }
     document = {"format": 1, "files": files}

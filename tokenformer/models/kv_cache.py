@@ -94,6 +94,17 @@ class PreallocatedLayer(DynamicLayer):
         return self.buffers["keys"].length if self.is_initialized else 0
 
 
+def preallocated_tensors(cache: Any) -> list[PreallocatedTensor] | None:
+    """Return the keys and values of all layers, in turn; None if a layer is not preallocated or
+    still empty."""
+    layers = getattr(cache, "layers", None)
+    if not layers or not all(type(layer) is PreallocatedLayer for layer in layers):
+        return None
+    if not all(layer.is_initialized and len(layer.buffers) == 2 for layer in layers):
+        return None
+    return [layer.buffers[name] for layer in layers for name in ("keys", "values")]
+
+
 def preallocate(cache: Any) -> Any:
     """Give an empty `DynamicCache` preallocated layers. Other caches are returned unchanged."""
     plain = type(cache) is DynamicCache and not cache.offloading and cache.get_seq_length() == 0

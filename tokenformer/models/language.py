@@ -22,6 +22,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from tokenformer.layers import LearnedPositions, Linear, NoPositions, RotaryPositions
+from tokenformer.models import decoding_loop
 from tokenformer.models.backbone import (
     BlockPreTrainedModel,
     Projections,
@@ -32,15 +33,23 @@ from tokenformer.models.backbone import (
 )
 from tokenformer.models.configuration import LanguageConfig, TokenformerConfig, TransformerConfig
 from tokenformer.models.kv_cache import preallocate
-from tokenformer.models.native_decoder import decode_token
+from tokenformer.models.native_decoder import MAX_BATCH, decode_token
 
 
 def make_positions(config: LanguageConfig) -> nn.Module:
     if config.positions == "rotary":
         return RotaryPositions(config.rotary_dim, config.rotary_base)
     if config.positions == "learned":
-        return LearnedPositions(config.max_position_embeddings, config.hidden_size)
+        return make_embedding(LearnedPositions, config.max_position_embeddings, config)
     return NoPositions()
+
+
+def make_embedding(kind: type[nn.Embedding], count: int, config: LanguageConfig) -> nn.Embedding:
+    """Build an embedding. On the meta device, where every model is built that is loaded, leave out
+    its initialization: torch would import sympy for it, which takes half a second."""
+    size = (count, config.hidden_size)
+    is_meta = torch.get_default_device().type == "meta"
+    return kind(*size, _weight=torch.empty(size) if is_meta else None)
 
 
 class LanguagePreTrainedModel(BlockPreTrainedModel):
@@ -55,7 +64,7 @@ class LanguageModel(LanguagePreTrainedModel):
 
     def __init__(self, config: LanguageConfig) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = make_embedding(nn.Embedding, config.vocab_size, config)
         self.positions = make_positions(config)
         self.layers = nn.ModuleList(
             [
@@ -87,18 +96,18 @@ class LanguageModel(LanguagePreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
         if position_ids is None:
             position_ids = make_position_ids(inputs_embeds, attention_mask, past_key_values)
-        causal_mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-        )
         hidden, rotation = self.positions(inputs_embeds, position_ids)
         decoded = None
         if self._is_decoding(hidden, past_key_values):
-            decoded = decode_token(self, hidden, rotation, causal_mask, past_key_values)
+            decoded = decode_token(self, hidden, rotation, attention_mask, past_key_values)
         if decoded is None:
+            causal_mask = create_causal_mask(
+                config=self.config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+            )
             for layer in self.layers:
                 hidden = layer(
                     hidden,
@@ -113,12 +122,13 @@ class LanguageModel(LanguagePreTrainedModel):
         )
 
     def _is_decoding(self, hidden: Tensor, past_key_values: Cache | None) -> bool:
-        """Whether this is one new token at batch 1, which native code may run."""
+        """Whether this is one new token of a few sequences, which native code may run."""
         return (
             not self.training
             and past_key_values is not None
             and not torch.compiler.is_compiling()
-            and hidden.shape[:2] == (1, 1)
+            and hidden.shape[0] <= MAX_BATCH
+            and hidden.shape[1] == 1
         )
 
 
@@ -140,6 +150,24 @@ class LanguageModelForCausalLM(LanguagePreTrainedModel, GenerationMixin):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if not getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
             preallocate(model_kwargs.get("past_key_values"))
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Called by `generate` for greedy search and sampling."""
+        steps = logits_processor, stopping_criteria, generation_config
+        if decoding_loop.supports(self, input_ids, generation_config, synced_gpus, model_kwargs):
+            return decoding_loop.decode(self, input_ids, *steps, streamer, model_kwargs)
+        return super()._sample(
+            input_ids, *steps, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs
+        )
 
     @can_return_tuple
     def forward(

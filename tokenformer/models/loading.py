@@ -68,6 +68,13 @@ def load_pretrained(model_class: Any, name: str, *, verify: bool = True, **optio
     return model
 
 
+def device() -> torch.device:
+    """Return the device that models run on: this process's GPU, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def load_for_training(model_class: Any, folder: str) -> Any:
     """Load a model in fp32, whatever dtype it was saved in: updates at usual learning rates are
     too small for half precision, and a resumed run builds its model in fp32."""

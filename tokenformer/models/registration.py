@@ -16,7 +16,9 @@ import importlib.machinery
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import ClassVar
+
+Triggers = dict[str, tuple[str, ...]]
+"""Our modules by the module after which they are imported."""
 
 CONFIGURATION_MODULES = ("tokenformer.models.configuration",)
 MODEL_MODULES = (
@@ -24,57 +26,70 @@ MODEL_MODULES = (
     "tokenformer.models.vision",
     "tokenformer.models.quantization",
 )
-REGISTERED_AFTER = {
+PARALLEL_MODULES = ("tokenformer.models.token_parallel",)
+REGISTERED_AFTER: Triggers = {
     "transformers.models.auto.configuration_auto": CONFIGURATION_MODULES,
     "transformers.models.auto.modeling_auto": MODEL_MODULES,
     "transformers.modeling_layers": MODEL_MODULES,
     "transformers.models.auto.image_processing_auto": ("tokenformer.models.image_processing",),
     "tokenformer.models.backbone": MODEL_MODULES,
 }
+STYLE_REGISTERED_AFTER: Triggers = {
+    "transformers.distributed.tensor_parallel": PARALLEL_MODULES,
+    "transformers.integrations.tensor_parallel": PARALLEL_MODULES,
+}
+"""Separate, because transformers loads these modules while it loads others that our models need."""
 
 
 class _TriggerLoader(importlib.abc.Loader):
     """Loads a trigger by its own loader, then imports our modules."""
 
-    loading: ClassVar[set[str]] = set()
-
-    def __init__(self, loader: importlib.abc.Loader) -> None:
+    def __init__(self, loader: importlib.abc.Loader, finder: "_TriggerFinder") -> None:
         self.loader = loader
+        self.finder = finder
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        self.loading.add(module.__name__)
+        loading = self.finder.loading
+        loading.add(module.__name__)
         try:
             self.loader.exec_module(module)
         finally:
-            self.loading.remove(module.__name__)
-        if not self.loading:
-            _import_triggered()
+            loading.remove(module.__name__)
+        if not loading:
+            self.finder.import_triggered()
 
 
 class _TriggerFinder(importlib.abc.MetaPathFinder):
+    def __init__(self, triggers: Triggers) -> None:
+        self.triggers = triggers
+        self.loading: set[str] = set()
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name not in REGISTERED_AFTER:
+        if name not in self.triggers:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _TriggerLoader(spec.loader)
+            spec.loader = _TriggerLoader(spec.loader, self)
         return spec
 
+    def import_triggered(self) -> None:
+        for trigger, modules in self.triggers.items():
+            if trigger in sys.modules:
+                for module in modules:
+                    importlib.import_module(module)
 
-def _import_triggered() -> None:
-    for trigger, modules in REGISTERED_AFTER.items():
-        if trigger in sys.modules:
-            for module in modules:
-                importlib.import_module(module)
+
+_FINDERS = [_TriggerFinder(REGISTERED_AFTER), _TriggerFinder(STYLE_REGISTERED_AFTER)]
 
 
 def register_when_imported() -> None:
     """Register with the auto modules that are loaded, and with the others when they are."""
-    _import_triggered()
-    if not any(isinstance(finder, _TriggerFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _TriggerFinder())
+    for finder in _FINDERS:
+        finder.import_triggered()
+        if finder not in sys.meta_path:
+            sys.meta_path.insert(0, finder)

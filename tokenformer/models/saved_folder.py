@@ -6,7 +6,7 @@ the folder, which imports the package. Registered classes take precedence over `
 stub does not run where tokenformer is imported, nor in any of our commands.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -72,14 +72,30 @@ def write_stub(folder: Path, names: list[str]) -> None:
     (folder / STUB).write_text(source, encoding="utf-8")
 
 
-def complete(model: BlockPreTrainedModel, folder: Path) -> None:
+def save_except_weights(
+    model: BlockPreTrainedModel, folder: Path, hashes: Mapping[str, str]
+) -> None:
+    """Save what `save_pretrained` saves next to the weights, which a `WeightWriter` has written.
+    `hashes` is what it returned."""
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    with auto_mapped(model.config):
+        model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    complete(model, folder, hashes)
+
+
+def complete(
+    model: BlockPreTrainedModel, folder: Path, hashes: Mapping[str, str] | None = None
+) -> None:
     """Add the stub, the checksums and the card to a folder that `model` was just saved to, and
     remove the weights of an earlier save."""
     if classes := auto_classes(model.config):
         processor = [PROCESSOR] if isinstance(model.config, VisionConfig) else []
         write_stub(folder, [type(model.config).__name__, *classes.values(), *processor])
     remove_stale_weights(folder)
-    write_checksums(folder)
+    write_checksums(folder, hashes)
     loaded_from = Path(model.name_or_path)
     history = read_history(loaded_from) if model.name_or_path and loaded_from.is_dir() else []
     if history and history[-1] != RESAVED:

@@ -9,17 +9,20 @@ parameters. The second form uses the plan in the configuration; there transforme
 embedding and the output head along the vocabulary.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
-from transformers.modeling_utils import PreTrainedModel
+from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
 from tokenformer.layers.pattention import Pattention
 from tokenformer.layers.sharded import ShardedPattention
 from tokenformer.ops.sharded import SumGradient
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TOKENS = ("key_tokens", "value_tokens")
 
@@ -68,7 +71,7 @@ class SummedInput(ParallelStyle):
         return module
 
 
-def shard_tokens(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+def shard_tokens(model: "PreTrainedModel", mesh: DeviceMesh) -> None:
     """Shard the tokens of every Pattention layer of a TokenFormer over a one-dimensional mesh, in
     place."""
     shares_input = TokenParallel(sum_gradient=False)
@@ -79,3 +82,6 @@ def shard_tokens(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         "layers.*.ffn": TokenParallel(),
     }
     parallelize_module(model.base_model, mesh, plan)
+
+
+ALL_PARALLEL_STYLES.register("tokens", TokenParallel())  # used in the plan of `TokenConfig`

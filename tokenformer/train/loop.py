@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from tokenformer.models.loading import device
 from tokenformer.train.ema import WeightEMA
 from tokenformer.train.loss_spikes import SpikeDetector
 from tokenformer.train.memory import check_memory, explained_memory
@@ -25,7 +26,6 @@ from tokenformer.train.nested_dropout import NestedDropout
 from tokenformer.train.optimizer import clip_gradients, make_optimizer, set_rate
 from tokenformer.train.options import OptimizerOptions, RunOptions, ScheduleOptions
 from tokenformer.train.parallel.distribute import (
-    device,
     distribute,
     gradient_sync,
     max_over_ranks,
@@ -85,6 +85,7 @@ class Loop:
             task.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.module = distribute(task.model, task.module, run.parallel, run.seed, self.mesh)
         task.model.train()
+        self.parameters = list(task.model.parameters())  # listing them takes as long as clipping
         self.optimizer = make_optimizer(task.model, optimizer)
         self.row_rates = RowRates(task.model)
         self.anneal = None if anneal_steps is None else ScaleAnneal(task.model, anneal_steps)
@@ -247,7 +248,7 @@ class Loop:
 
     def clip(self) -> float:
         limit = self.clip_norm if self.clip_norm is not None else float("inf")
-        return self.same_on_tensor_ranks(clip_gradients(self.task.model, limit))
+        return self.same_on_tensor_ranks(clip_gradients(self.parameters, limit))
 
     def validate(self) -> float:
         """Return the mean loss over the held-out samples."""

@@ -1,5 +1,6 @@
 """AdamW with parameter groups: weight decay on matrices only, learning rates by name pattern."""
 
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -71,9 +72,9 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate * group["rate_factor"]
 
 
-def clip_gradients(model: nn.Module, limit: float) -> float:
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
     """Clip the global gradient norm to `limit`; return the norm before."""
-    groups = group_by_mesh(p for p in model.parameters() if p.grad is not None)
+    groups = group_by_mesh(p for p in parameters if p.grad is not None)
     norms = []
     for group in groups:
         norm = nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])

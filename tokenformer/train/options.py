@@ -120,6 +120,9 @@ class RunOptions:
     """fp32, or mixed precision with fp32 weights."""
     compile: bool = False
     """Compile the model with torch.compile."""
+    threads: int | Literal["auto"] | None = None
+    """CPU threads: a number, `auto` to measure which number is fastest before the first step, or
+    torch's default. A resumed run keeps the number that `auto` found."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
@@ -153,6 +156,8 @@ class RunOptions:
         require(self, 1, "checkpoint_every", "keep_last")
         require(self, 0, "seed", "validate_every")
         require(self, 1, "tensor_parallel")
+        if isinstance(self.threads, int):
+            require(self, 1, "threads")
         if self.tensor_parallel > 1:
             self._check_tensor_parallel()
         if self.micro_batch_size is not None:

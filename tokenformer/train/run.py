@@ -18,6 +18,7 @@ import torch
 
 from tokenformer.errors import CheckpointError, TrainingError
 from tokenformer.growth.growth_report import GrowthReport
+from tokenformer.models.loading import device
 from tokenformer.train import checkpoint
 from tokenformer.train.checkpoint.async_saver import AsyncSaver
 from tokenformer.train.export import export
@@ -45,6 +46,7 @@ from tokenformer.train.run_record import (
     check_folder,
 )
 from tokenformer.train.stages import Stage, plan
+from tokenformer.train.thread_count import fastest_thread_count
 from tokenformer.train.training_state import TrainingState, resume_loop
 from tokenformer.train.workload import Workload, make_workload
 
@@ -92,6 +94,8 @@ class Run:
         """The checkpoint that the run continues from."""
         self.stop_signal = 0
         self.problems = 0
+        if isinstance(recipe.run.threads, int):
+            torch.set_num_threads(recipe.run.threads)
         self.loop = self.load_loop()
 
     def train(self, on_step: Callable[[Row], None]) -> None:
@@ -106,6 +110,7 @@ class Run:
             stack.enter_context(self.stop_on_signals())
             write = stack.enter_context(metrics_writer(self.folder / METRICS, self.ranks))
             reports = [stack.enter_context(context) for context in self.reporters()]
+            self.choose_threads()
             start_loss = self.start_loss()
             while not self.at_last_step:
                 if self.at_stage_end:
@@ -136,6 +141,19 @@ class Run:
             saver.wait()
         self.prune()
         self.finish()
+
+    @property
+    def measures_threads(self) -> bool:
+        """Whether the thread count is measured; processes that share a machine would disturb each
+        other."""
+        on_cpu = self.ranks.count == 1 and device().type == "cpu"
+        return self.recipe.run.threads == "auto" and on_cpu
+
+    def choose_threads(self) -> None:
+        if self.measures_threads and self.resumed is None:
+            threads = fastest_thread_count(self.loop)
+            torch.set_num_threads(threads)
+            self.report(f"Training with {threads} thread{'s' if threads > 1 else ''}, the fastest")
 
     def start_loss(self) -> float | None:
         """Return the held-out loss of the model in `start_from`, if this run starts from one."""
@@ -210,6 +228,8 @@ class Run:
         else:
             loop = resume_loop(path, state, self.stage, self.workload)
         loop.mesh.share_generators()
+        if self.measures_threads:
+            torch.set_num_threads(state["threads"])
         threads = torch.get_num_threads()
         if state["threads"] != threads:
             self.report(

@@ -30,6 +30,7 @@ FREE = {
     "run.validate_every",
     "run.micro_batch_size",
     "run.compile",
+    "run.threads",
     "run.activation_checkpointing",
     "run.parallel",
     "run.tensor_parallel",

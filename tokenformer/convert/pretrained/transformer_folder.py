@@ -20,8 +20,7 @@ from tokenformer.convert.source import Source
 from tokenformer.convert.source_tokenizer import find_tokenizer
 from tokenformer.errors import ConversionError
 from tokenformer.models.language import TokenformerForCausalLM
-from tokenformer.models.loading import IncompleteModelError, load_pretrained
-from tokenformer.train.parallel.distribute import device
+from tokenformer.models.loading import IncompleteModelError, device, load_pretrained
 
 STEPS = 200
 

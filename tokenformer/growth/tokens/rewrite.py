@@ -5,8 +5,12 @@ the other tensors, and reports which old row each new row comes from. Tensors ar
 a time, so the old model may be in memory or on disk.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +25,8 @@ from tokenformer.layers.pattention import Pattention
 from tokenformer.models.accounting import count_parameters
 from tokenformer.models.configuration import TokenConfig
 
+T = TypeVar("T")
+U = TypeVar("U")
 Replace = Callable[[str, LayerProjection, TokenSet], Replacement]
 """(layer name, projection and layer number, old tokens) -> new tokens."""
 CopyTensor = Callable[[str, Tensor], tuple[Tensor, ParameterMapping]]
@@ -29,6 +35,28 @@ CopyTensor = Callable[[str, Tensor], tuple[Tensor, ParameterMapping]]
 
 def copy_tensor(name: str, tensor: Tensor) -> tuple[Tensor, ParameterMapping]:
     return tensor.clone(), ParameterMapping(name)
+
+
+def map_in_threads(function: Callable[[T], U], items: Iterable[T]) -> Generator[U, None, None]:
+    """Yield `function(item)` for every item in order, computed ahead by as many threads as torch
+    uses, with one result per thread waiting at most.
+
+    In each thread torch uses no further ones, so results do not depend on their number.
+    """
+    count = torch.get_num_threads()
+    waiting: deque[Future[U]] = deque()
+    with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as threads:
+        try:
+            for item in items:
+                waiting.append(threads.submit(function, item))
+                if len(waiting) > count:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+            torch.set_num_threads(count)  # of threads that start later; this one has kept it
 
 
 class TokenRewrite:
@@ -64,43 +92,60 @@ class TokenRewrite:
             self.before, self.sizes, self.scales, learned_scale=self.learned, rates=self.rates
         )
 
-    def tensors(self, read: Callable[[str], Tensor], names: list[str]) -> dict[str, Tensor]:
-        """Return the tensors of the new model. `read(name)` returns a tensor of the old one."""
-        made: dict[str, Tensor] = {}
-        for name in names:
-            layer, _, kind = name.rpartition(".")
-            if layer not in self.layers:
-                made[name], self.mappings[name] = self.copy(name, read(name))
-            elif kind == "key_tokens":
-                made |= self.rewrite_layer(layer, read)
-        return made
+    def tensors(
+        self, read: Callable[[str], Tensor], names: Iterable[str]
+    ) -> Generator[tuple[str, Tensor], None, None]:
+        """Yield the tensors of the new model. `read(name)` returns a tensor of the old one, whose
+        tensors are `names`. The layers are made in parallel, ahead of their turn."""
+        owners = {name: name.rpartition(".")[0] for name in names}
+        layers = list(dict.fromkeys(layer for layer in owners.values() if layer in self.layers))
+        rewritten = map_in_threads(partial(self.rewrite_layer, read), layers)
+        pending = set(layers)
+        with closing(rewritten):
+            for name, layer in owners.items():
+                if layer not in self.layers:
+                    tensor, self.mappings[name] = self.copy(name, read(name))
+                    yield name, tensor
+                elif layer in pending:
+                    pending.remove(layer)
+                    yield from self.record(layer, *next(rewritten)).items()
 
-    def rewrite_layer(self, layer: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    @torch.no_grad()  # also in the threads, where it is not inherited
+    def rewrite_layer(
+        self, read: Callable[[str], Tensor], layer: str
+    ) -> tuple[TokenSet, Replacement, float]:
+        """Return the old tokens of a layer, the new ones, and the change of its output."""
         projection, module = self.layers[layer]
-        scale_name = f"{layer}.scale_tokens"
-        learned_before = self.before.learned_scale
         if self.live_scale:
             scale = TokenSet.of(module).scale
+        elif self.before.learned_scale:
+            scale = read(f"{layer}.scale_tokens").item()
         else:
-            scale = read(scale_name).item() if learned_before else self.before.scale(*projection)
+            scale = self.before.scale(*projection)
         before = TokenSet(read(f"{layer}.key_tokens"), read(f"{layer}.value_tokens"), scale)
         new = self.replace(layer, projection, before)
-        after = new.tokens
+        old, new_tokens = ((t.keys, t.values, t.scale) for t in (before, new.tokens))
+        return before, new, layer_change(module, old, new_tokens, self.seed)
+
+    def record(
+        self, layer: str, before: TokenSet, new: Replacement, change: float
+    ) -> dict[str, Tensor]:
+        """Add a layer to the configuration and the report, and return its tensors by name."""
+        projection, after = self.layers[layer][0], new.tokens
         self.sizes[projection], self.scales[projection] = after.size, after.scale
         rates = self.before.row_rates(*projection)
         if self.old_rate is not None:
             rates = [self.old_rate] * before.size
         self.rates[projection] = new.rates(rates)
         self.mappings |= new.mappings(layer)
-        old, new_tokens = ((t.keys, t.values, t.scale) for t in (before, after))
-        change = layer_change(module, old, new_tokens, self.seed)
         self.parts.append(
             ChangedPart(layer, (before.size,), (after.size,), before.scale, after.scale, change)
         )
         made = {f"{layer}.key_tokens": after.keys, f"{layer}.value_tokens": after.values}
         if self.learned:
-            made[scale_name] = after.keys.new_tensor([after.scale])
-            self.mappings[scale_name] = ParameterMapping(scale_name if learned_before else None)
+            name = f"{layer}.scale_tokens"
+            made[name] = after.keys.new_tensor([after.scale])
+            self.mappings[name] = ParameterMapping(name if self.before.learned_scale else None)
         return made
 
     def build(self, model_class: type[ModelT], tensors: dict[str, Tensor]) -> ModelT:
@@ -125,7 +170,7 @@ class TokenRewrite:
     def apply(self, model: ModelT, **report_fields: Any) -> tuple[ModelT, GrowthReport]:
         """Return the rewritten copy of a model in memory, and `report(**report_fields)`."""
         state = model.state_dict()
-        changed = self.build(type(model), self.tensors(state.__getitem__, list(state)))
+        changed = self.build(type(model), dict(self.tensors(state.__getitem__, state)))
         changed.train(model.training)
         report = self.report(**report_fields)
         report.pair(model, changed)

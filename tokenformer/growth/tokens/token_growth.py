@@ -31,7 +31,7 @@ from torch import Tensor
 from tokenformer.growth.growth_report import GrowthReport
 from tokenformer.growth.model_from_tensors import ModelT
 from tokenformer.growth.parameter_mapping import NEW, extended_index
-from tokenformer.growth.tokens.rewrite import TokenRewrite
+from tokenformer.growth.tokens.rewrite import CopyTensor, TokenRewrite, copy_tensor
 from tokenformer.growth.tokens.token_counts import (
     LayerProjection,
     TokenCounts,
@@ -85,6 +85,14 @@ def grow_tokens(
     return growth.apply(model, **growth.report_fields)
 
 
+Allocate = Callable[[Tensor, int], Tensor]
+"""(old rows [n, d], n') -> memory for n' rows on the same device, not initialized."""
+
+
+def allocate_rows(old: Tensor, size: int) -> Tensor:
+    return old.new_empty(size, old.shape[1])
+
+
 class TokenGrowth(TokenRewrite):
     """A `TokenRewrite` that adds tokens to every layer."""
 
@@ -98,19 +106,25 @@ class TokenGrowth(TokenRewrite):
         scale: str | None,
         seed: int,
         old_rate: float | None = None,
+        copy: CopyTensor = copy_tensor,
+        allocate: Allocate = allocate_rows,
     ) -> None:
         check_options(config, sizes, init, scale)
         if init == "clone" and (old_rate == 0 or has_frozen_tokens(config)):
             raise ValueError("some tokens are frozen: cloning would change them; use init='zero'")
         self.scale_policy = scale or ("current" if init == "random" else "frozen")
-        self.init, self.target = init, sizes
+        self.init, self.target, self.allocate = init, sizes, allocate
+        learned_scale = config.learned_scale or self.scale_policy == "learned"
         with torch.device("meta"):
-            self.larger = model_class(config_with_tokens(config, sizes))
+            self.larger = model_class(
+                config_with_tokens(config, sizes, learned_scale=learned_scale)
+            )
         super().__init__(
             token_layers(self.larger),
             config,
             self.grow_layer,
-            learned_scale=config.learned_scale or self.scale_policy == "learned",
+            learned_scale=learned_scale,
+            copy=copy,
             old_rate=old_rate,
             seed=seed,
         )
@@ -122,9 +136,10 @@ class TokenGrowth(TokenRewrite):
 
     def grow_layer(self, layer: str, projection: LayerProjection, before: TokenSet) -> Replacement:
         size, (_, module) = self.target[projection], self.layers[layer]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(named_seed(self.seed, layer))
-            new = INITIALIZERS[self.init](before, size, InitStd(*self.larger.token_stds(module)))
+        # A generator per layer: layers grow in parallel, and the default generator is shared.
+        generator = torch.Generator().manual_seed(named_seed(self.seed, layer))
+        rows = NewRows(*self.larger.token_stds(module), generator, self.allocate)
+        new = INITIALIZERS[self.init](before, size, rows)
         if self.scale_policy == "current":
             tokens = TokenSet(new.tokens.keys, new.tokens.values, float(size))
             return Replacement(tokens, new.rows, new.value_scale)
@@ -132,37 +147,74 @@ class TokenGrowth(TokenRewrite):
 
 
 @dataclass(frozen=True)
-class InitStd:
-    """Standard deviations that initialize the keys and values of a layer of the larger size."""
+class NewRows:
+    """Makes the new rows of one layer."""
 
-    keys: float
-    values: float
+    key_std: float
+    value_std: float
+    """Standard deviations that initialize a layer of the larger size."""
+    generator: torch.Generator
+    allocate: Allocate
+
+    def extend(self, old: Tensor, size: int) -> Tensor:
+        """Return the old rows followed by rows that are not initialized, `size` in all."""
+        rows = self.allocate(old, size)
+        rows[: old.shape[0]] = old
+        return rows
+
+    def fill_normal(self, rows: Tensor, std: float) -> None:
+        """Fill with normal samples that are the same on every device and in every dtype."""
+        in_place = rows.device.type == "cpu" and rows.dtype == torch.float32
+        samples = rows if in_place else torch.empty(rows.shape)
+        samples.normal_(0.0, std, generator=self.generator)
+        if not in_place:
+            rows.copy_(samples)
+
+    def fill_spanning(self, rows: Tensor, old: Tensor) -> None:
+        """Fill with m random keys R whose Gram matrix is m/n times that of the n old keys K, so
+        that ||R x||^2 / m = ||K x||^2 / n for every x. With too few new keys, use normal keys of
+        the same RMS."""
+        count, wide = rows.shape[0], old.double().cpu()
+        squares, directions = torch.linalg.eigh(wide.T @ wide)  # [d], [d, d]
+        spanned = squares > RANK_TOLERANCE * squares[-1]
+        rank = int(spanned.sum())
+        if count < rank:
+            self.fill_normal(rows, rms(old).item())
+            return
+        samples = torch.randn(count, rank, dtype=torch.float64, generator=self.generator)
+        orthonormal = torch.linalg.qr(samples).Q  # [m, r]
+        root = squares[spanned].sqrt()[:, None] * directions.T[spanned]  # [r, d], Gram matrix of K
+        rows.copy_((count / old.shape[0]) ** 0.5 * orthonormal @ root)
 
 
-def grow_zero(before: TokenSet, size: int, std: InitStd) -> Replacement:
-    keys, values = pad_rows(before.keys, size), pad_rows(before.values, size)
-    fill_normal(values[before.size :], std.values)
+def grow_zero(before: TokenSet, size: int, new: NewRows) -> Replacement:
+    keys, values = new.extend(before.keys, size), new.extend(before.values, size)
+    keys[before.size :].zero_()
+    new.fill_normal(values[before.size :], new.value_std)
     return Replacement(TokenSet(keys, values, before.scale), extended_index(before.size, size))
 
 
-def grow_random(before: TokenSet, size: int, std: InitStd) -> Replacement:
-    new = grow_zero(before, size, std)
-    fill_normal(new.tokens.keys[before.size :], std.keys)
-    return new
+def grow_random(before: TokenSet, size: int, new: NewRows) -> Replacement:
+    grown = grow_zero(before, size, new)
+    new.fill_normal(grown.tokens.keys[before.size :], new.key_std)
+    return grown
 
 
-def grow_zero_value(before: TokenSet, size: int, std: InitStd) -> Replacement:
-    keys, values = pad_rows(before.keys, size), pad_rows(before.values, size)
-    fill_spanning(keys[before.size :], before.keys)
+def grow_zero_value(before: TokenSet, size: int, new: NewRows) -> Replacement:
+    keys, values = new.extend(before.keys, size), new.extend(before.values, size)
+    new.fill_spanning(keys[before.size :], before.keys)
+    values[before.size :].zero_()
     scale = before.scale * size / before.size
     return Replacement(TokenSet(keys, values, scale), extended_index(before.size, size))
 
 
-def grow_clone(before: TokenSet, size: int, std: InitStd) -> Replacement:
+def grow_clone(before: TokenSet, size: int, new: NewRows) -> Replacement:
     number, rest = divmod(size, before.size)
     shares = (before.values / number).repeat(number, 1, 1)  # [k, n, d_out]
     if number > 1:
-        noise = torch.randn(shares.shape) * (CLONE_NOISE * rms(shares).cpu())
+        noise = torch.randn(shares.shape, generator=new.generator) * (
+            CLONE_NOISE * rms(shares).cpu()
+        )
         shares += noise.to(shares)
         shares[-1] = before.values - shares[:-1].sum(0)  # so that rounding cancels too
     keys = before.keys.repeat(number, 1)
@@ -170,47 +222,16 @@ def grow_clone(before: TokenSet, size: int, std: InitStd) -> Replacement:
     rows = torch.arange(before.size).repeat(number)
     if not rest:
         return Replacement(copied, rows, value_scale=1 / number)
-    after = grow_zero(copied, size, std).tokens
+    after = grow_zero(copied, size, new).tokens
     rows = torch.cat([rows, torch.full((rest,), NEW)])
     return Replacement(after, rows, value_scale=1 / number)
-
-
-def pad_rows(old: Tensor, size: int) -> Tensor:
-    """Return the old rows followed by zero rows, `size` in all. The old rows are copied once, so
-    growing a large model runs at memory bandwidth."""
-    new = old.new_zeros(size, old.shape[1])
-    new[: old.shape[0]] = old
-    return new
-
-
-def fill_normal(rows: Tensor, std: float) -> None:
-    """Fill with normal samples that are the same on every device and in every dtype."""
-    in_place = rows.device.type == "cpu" and rows.dtype == torch.float32
-    samples = rows.normal_() if in_place else torch.randn(rows.shape)
-    rows.copy_(samples.mul_(std))
-
-
-def fill_spanning(rows: Tensor, old: Tensor) -> None:
-    """Fill with m random keys R whose Gram matrix is m/n times that of the n old keys K, so that
-    ||R x||^2 / m = ||K x||^2 / n for every x. With too few new keys, use normal keys of the same
-    RMS."""
-    count, wide = rows.shape[0], old.double().cpu()
-    squares, directions = torch.linalg.eigh(wide.T @ wide)  # [d], [d, d]
-    spanned = squares > RANK_TOLERANCE * squares[-1]
-    if count < spanned.sum():
-        fill_normal(rows, rms(old).item())
-        return
-    samples = torch.randn(count, int(spanned.sum()), dtype=torch.float64)
-    orthonormal = torch.linalg.qr(samples).Q  # [m, r]
-    root = squares[spanned].sqrt()[:, None] * directions.T[spanned]  # [r, d], Gram matrix of K
-    rows.copy_((count / old.shape[0]) ** 0.5 * orthonormal @ root)
 
 
 def rms(tensor: Tensor) -> Tensor:
     return tensor.float().square().mean().sqrt()
 
 
-INITIALIZERS: dict[str, Callable[[TokenSet, int, InitStd], Replacement]] = {
+INITIALIZERS: dict[str, Callable[[TokenSet, int, NewRows], Replacement]] = {
     "zero": grow_zero,
     "random": grow_random,
     "zero_value": grow_zero_value,

@@ -43,6 +43,8 @@ class Replacement:
 
     def rates(self, before: list[float] | None) -> list[float]:
         """Return the learning rate factor of every row, given those of the old rows."""
+        if before is None and self.new_rates is None:
+            return [1.0] * len(self.rows)
         new_rates = iter(self.new_rates or [])
         return [
             next(new_rates, 1.0) if row == NEW else (1.0 if before is None else before[row])

@@ -4,7 +4,8 @@ Measured on CPUs, forward and backward (`python -m benchmarks.operator`): `direc
 the reference or faster from a few hundred rows on and saves a quarter as much; `streamed` takes a
 third longer and saves almost nothing, so it is for scores that would fill the memory. With few rows
 the reference is fastest, or without gradients, as in decoding, `native`; for one row without a
-compiler `single_row`. torch.compile fuses the reference by itself. `triton` has not been timed on a
+compiler `single_row`. On CPUs without instructions for half precision `direct` computes in fp32,
+which is far faster. torch.compile fuses the reference by itself. `triton` has not been timed on a
 GPU, so it is never picked.
 """
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tokenformer.ops.backends import native
+from tokenformer.ops.backends.direct import has_slow_products
 from tokenformer.ops.backends.interface import is_trained
 from tokenformer.ops.backends.single_row import parts_of
 
@@ -28,7 +30,11 @@ def choose(x: Tensor, key_tokens: Tensor, value_tokens: Tensor, scale: float | T
     if rows < FEW_ROWS:
         if not is_trained(scale) and can_use_native(x, key_tokens, value_tokens):
             return "native"
-        return "single_row" if parts_of(x, key_tokens, value_tokens) > 1 else "reference"
+        if parts_of(x, key_tokens, value_tokens) > 1:
+            return "single_row"
+        is_slow = has_slow_products(x.device.type, x.dtype)
+        trained = is_trained(x, key_tokens, value_tokens, scale)
+        return "direct" if is_slow and not trained else "reference"
     score_bytes = rows * key_tokens.shape[0] * x.dtype.itemsize
     if score_bytes > MAX_SCORE_BYTES and is_trained(x, key_tokens, value_tokens, scale):
         return "streamed"

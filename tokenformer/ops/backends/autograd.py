@@ -24,19 +24,27 @@ KERNELS: dict[str, MakeKernel] = {"direct": Direct, "streamed": make_streamed, "
 def run(kernel: str, x: Tensor, keys: Tensor, values: Tensor, options: ThetaOptions) -> Tensor:
     """Pattention by a kernel, with any leading dimensions."""
     x, keys, values = autocast(x, keys, values)
-    rows = x.reshape(-1, x.shape[-1])
     theta, scale, approximate, eps = options
     if torch.compiler.is_compiling():
         scale = torch.as_tensor(scale, dtype=accumulation_dtype(x.dtype), device=x.device)
+        rows = as_rows(x)
         out = compiled_forward(rows, keys, values, scale, kernel, theta, approximate, eps)[0]
-    elif not is_trained(x, keys, values, scale):
+        return with_leading(out, x)
+    if not is_trained(x, keys, values, scale):
         with no_autocast(x):
-            out = KERNELS[kernel](options).forward(rows, keys, values, save=False)[0]
-    else:
-        out = KernelFunction.apply(
-            rows, keys, values, scale, KERNELS[kernel], (theta, approximate, eps)
-        )
-    return out.reshape(*x.shape[:-1], values.shape[1])
+            out, _ = KERNELS[kernel](options).forward(as_rows(x), keys, values, save=False)
+            return with_leading(out, x)
+    return KernelFunction.apply(x, keys, values, scale, KERNELS[kernel], (theta, approximate, eps))
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """[..., d] -> [R, d]"""
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def with_leading(rows: Tensor, x: Tensor) -> Tensor:
+    """Rows [R, d_out] of x [..., d_in] -> [..., d_out]"""
+    return rows if x.ndim == 2 else rows.view(*x.shape[:-1], rows.shape[-1])
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -68,12 +76,12 @@ class KernelFunction(torch.autograd.Function):
         settings: tuple[str, str, float],
     ) -> Tensor:
         with no_autocast(x):
-            out, saved = make(theta_options(scale, settings)).forward(x, keys, values)
+            out, saved = make(theta_options(scale, settings)).forward(as_rows(x), keys, values)
         # A scale that is a tensor may be learned, and may be changed in place before the backward.
         is_tensor = isinstance(scale, Tensor)
         ctx.save_for_backward(x, keys, values, *saved, *([scale] if is_tensor else []))
         ctx.scale, ctx.make, ctx.settings = None if is_tensor else scale, make, settings
-        return out
+        return with_leading(out, x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -84,8 +92,9 @@ class KernelFunction(torch.autograd.Function):
             grads = differentiable_gradients(grad, x, keys, values, options)
         else:
             with no_autocast(x):
-                kernel = ctx.make(options)
-                grads = kernel.backward(grad.contiguous(), x, keys, values, tuple(saved))
+                kernel, rows = ctx.make(options), as_rows(grad.contiguous())
+                dx, *others = kernel.backward(rows, as_rows(x), keys, values, tuple(saved))
+                grads = (dx.view(x.shape), *others)
         dscale = None if ctx.scale is not None else grads[3].to(scale.dtype).reshape(scale.shape)
         return (*grads[:3], dscale, None, None)
 

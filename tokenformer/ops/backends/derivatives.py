@@ -17,6 +17,11 @@ from tokenformer.ops.theta import ThetaOptions, zero_is_infinite
 CACHE_BYTES = 2 << 20
 """Size of a block of rows; up to four matrices of this size are in use at once."""
 
+PRODUCT_ROWS = 1024
+"""Rows per matrix product. Fewer make it slower, more need more memory for the passes between."""
+MANY_TOKENS = 6144
+"""From here on half as many rows are as fast and need half the memory."""
+
 RowStats = tuple[Tensor, ...]
 """One or two numbers per row, [R, 1] each."""
 
@@ -212,6 +217,10 @@ DERIVATIVES: dict[str, type[ThetaDerivative]] = {
     "l1_gelu": L1Gelu,
     "softmax": Softmax,
 }
+
+
+def rows_per_product(tokens: int) -> int:
+    return PRODUCT_ROWS if tokens <= MANY_TOKENS else max(1, PRODUCT_ROWS // 2)
 
 
 def cached_rows(matrix: Tensor) -> list[slice]:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tokenformer.layers.pattention import Pattention
+from tokenformer.models.loading import device
 from tokenformer.models.token_parallel import shard_tokens
 from tokenformer.train.parallel.mesh import Mesh
 from tokenformer.train.parallel.meta_init import init_weights
@@ -39,12 +40,6 @@ def process_group() -> Iterator[Ranks]:
         yield Ranks()
     finally:
         dist.destroy_process_group()
-
-
-def device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def distribute(

@@ -4,7 +4,8 @@
 // Rows, weights and sums are fp32. Parameter tokens are fp32, bf16, or int8 with a scale each, which
 // `quantized.h` multiplies in integers; the KV cache is fp32 or bf16. Each thread alternates between
 // two streams, the first and the second half of its share, a whole token at a time. More streams or
-// smaller pieces halve the memory bandwidth; a single stream is 10 % slower.
+// smaller pieces halve the memory bandwidth; a single stream is 10 % slower. `rows.h` has the
+// products of several rows.
 
 #include <cmath>
 #include <cstdint>
@@ -12,6 +13,7 @@
 
 #include "normal.h"
 #include "quantized.h"
+#include "rows.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -36,35 +38,50 @@ struct Tokens {
 };
 
 struct Norm {
-  const float *weight, *bias;  // [width], or none
+  const void *weight, *bias;  // [width] in fp32 or bf16, or none
   float eps;
-  int is_rms;
+  int is_rms, is_half;
 };
 
 struct Block {
   Norm attention_norm, ffn_norm;
   Tokens q, k, v, o, ffn;
-  void *cached_keys, *cached_values;  // [kv_heads, capacity, head_dim]
+  void *cached_keys, *cached_values;  // [rows, kv_heads, capacity, head_dim]
 };
 
 struct Shape {
-  long width, heads, kv_heads, head_dim, rotary_dim, length, capacity;  // length: tokens cached
+  long width, heads, kv_heads, head_dim, rotary_dim;
   float scaling;
-  int is_parallel;
+  int is_parallel, is_half;  // is_half: eager mode would round to bf16
 };
 
-struct BFloat16 {
-  uint16_t bits;
+enum Kind { F32, BF16, I8 };  // in the order of KINDS
+
+struct Matrix {
+  const void *rows;     // [n, width]
+  const float *scales;  // [n], of int8
+  long n, width;
+  int kind;
 };
 
-static inline float wide(float a) { return a; }
-static inline float wide(BFloat16 a) {
-  union {
-    uint32_t bits;
-    float number;
-  } pun = {(uint32_t)a.bits << 16};
-  return pun.number;
-}
+// What is before and after the blocks. Learned positions are optional.
+struct Ends {
+  Matrix embedding, positions, head;
+  Norm norm;
+};
+
+// One new token of every row. With `ids` the embedding, final norm and head are computed too.
+struct Step {
+  long rows, length, capacity;      // length: tokens cached
+  const int64_t *ids, *positions;   // [rows]
+  long offset;                      // added to the positions
+  const int64_t *starts;            // [rows], the first token that a row attends to, or none
+  const float *cos, *sin;           // [positions, rotary_dim]
+  float *hidden;                    // [rows, width]
+  float *logits;                    // [rows, vocabulary]
+  int64_t *best;                    // [rows], the ids of the largest logits, or none
+};
+
 
 static inline void put(float a, float *to) { *to = a; }
 static inline void put(float a, BFloat16 *to) {  // to the nearest, ties to even
@@ -73,6 +90,12 @@ static inline void put(float a, BFloat16 *to) {  // to the nearest, ties to even
     uint32_t bits;
   } pun = {a};
   to->bits = std::isnan(a) ? 0x7fc0 : (pun.bits + 0x7fff + (pun.bits >> 16 & 1)) >> 16;
+}
+
+static inline float rounded(float a, int is_half) {
+  BFloat16 half;
+  put(a, &half);
+  return is_half ? wide(half) : a;
 }
 
 struct Range {
@@ -102,15 +125,15 @@ static void wait_for_all() {
 
 template <typename T>
 static float dot(const float *a, const T *b, long width) {
-  const int LANES = 64;  // independent sums: an addition has a latency of four cycles
-  float lanes[LANES] = {}, total = 0;
+  const int SUMS = 64;  // independent ones: an addition has a latency of four cycles
+  float sums[SUMS] = {}, total = 0;
   long j = 0;
-  for (; j + LANES <= width; j += LANES) {
+  for (; j + SUMS <= width; j += SUMS) {
 #pragma omp simd
-    for (int k = 0; k < LANES; k++) lanes[k] += a[j + k] * wide(b[j + k]);
+    for (int k = 0; k < SUMS; k++) sums[k] += a[j + k] * wide(b[j + k]);
   }
 #pragma omp simd reduction(+ : total)
-  for (int k = 0; k < LANES; k++) total += lanes[k];
+  for (int k = 0; k < SUMS; k++) total += sums[k];
   for (; j < width; j++) total += a[j] * wide(b[j]);
   return total;
 }
@@ -134,6 +157,7 @@ template <typename T>
 static void score(const float *x, long rows, long width, const T *tokens, const void *, long n,
                   float *scores) {
   Range mine = my_share(n);
+  if (rows > 1) return score_rows(x, rows, width, tokens, mine.start, mine.stop, n, scores);
   long half = (mine.stop - mine.start + 1) / 2;
   for (long first = mine.start; first < mine.start + half; first++)
     for (long i = first; i < mine.stop; i += half)
@@ -168,6 +192,7 @@ template <typename T>
 static void mix(const float *weights, long rows, long n, const T *tokens, const void *, long width,
                 float *sums) {
   Range mine = my_share(n);
+  if (rows > 1) return mix_rows(weights, rows, n, tokens, mine.start, mine.stop, width, sums);
   long half = (mine.stop - mine.start) / 2;
   for (long i = mine.start; i < mine.start + half; i++)
     for (long r = 0; r < rows; r++) {
@@ -309,19 +334,28 @@ static void attend_tokens(const float *x, long rows, const Tokens *const *of, fl
   wait_for_all();
 }
 
-// Layer norm or RMS norm of x -> out; every thread computes all of it.
-static void normalize(const float *x, long width, Norm by, float *out) {
-  float mean = 0, square = 0;
-  if (!by.is_rms) {
+static inline float at(const void *vector, long i, int is_half) {
+  return is_half ? wide(((const BFloat16 *)vector)[i]) : ((const float *)vector)[i];
+}
+
+// Layer norm or RMS norm of x [rows, width] -> out; every thread computes all of it.
+static void normalize(const float *x, long rows, long width, const Norm &by, float *out) {
+  for (; rows > 0; rows--, x += width, out += width) {
+    float mean = 0, square = 0;
+    if (!by.is_rms) {
 #pragma omp simd reduction(+ : mean)
-    for (long j = 0; j < width; j++) mean += x[j];
-    mean /= width;
-  }
+      for (long j = 0; j < width; j++) mean += x[j];
+      mean /= width;
+    }
 #pragma omp simd reduction(+ : square)
-  for (long j = 0; j < width; j++) square += (x[j] - mean) * (x[j] - mean);
-  float factor = 1 / std::sqrt(square / width + by.eps);
-  for (long j = 0; j < width; j++)
-    out[j] = (x[j] - mean) * factor * (by.weight ? by.weight[j] : 1) + (by.bias ? by.bias[j] : 0);
+    for (long j = 0; j < width; j++) square += (x[j] - mean) * (x[j] - mean);
+    float factor = 1 / std::sqrt(square / width + by.eps);
+    for (long j = 0; j < width; j++) out[j] = (x[j] - mean) * factor;
+    if (by.weight)
+      for (long j = 0; j < width; j++) out[j] *= at(by.weight, j, by.is_half);
+    if (by.bias)
+      for (long j = 0; j < width; j++) out[j] += at(by.bias, j, by.is_half);
+  }
 }
 
 // Channel i is paired with channel i + dim / 2, as in positions.py.
@@ -333,38 +367,46 @@ static void rotate(float *head, const float *cos, const float *sin, long dim) {
   }
 }
 
-// Attention of this thread's heads of one query over the KV cache -> out [heads, head_dim].
+static void rotate_for(long row, float *head, const Step &step, const Shape &shape) {
+  long at = (step.positions[row] + step.offset) * shape.rotary_dim;
+  if (shape.rotary_dim) rotate(head, step.cos + at, step.sin + at, shape.rotary_dim);
+}
+
+// Attention of this thread's queries [rows, heads, head_dim] over the KV cache -> out, of the same
+// shape. `weights` is this thread's memory for a weight per cached token.
 template <typename C>
 static void attend_context(const float *queries, const Block &block, const Shape &shape,
-                           float *scores, float *out) {
-  Range mine = my_share(shape.heads);
-  long length = shape.length + 1, size = shape.head_dim;
+                           const Step &step, float *weights, float *out) {
+  Range mine = my_share(step.rows * shape.heads);
+  long length = step.length + 1, size = shape.head_dim, group = shape.heads / shape.kv_heads;
   for (long h = mine.start; h < mine.stop; h++) {
-    long from = h / (shape.heads / shape.kv_heads) * shape.capacity * size;
+    long start = step.starts ? step.starts[h / shape.heads] : 0;
+    long from = h / group * step.capacity * size;
     const C *keys = (const C *)block.cached_keys + from;
     const C *values = (const C *)block.cached_values + from;
-    float *weights = scores + h * length, *head = out + h * size, top = -INFINITY;
+    float *head = out + h * size, top = -INFINITY;
     double total = 0;
-    for (long t = 0; t < length; t++) {
+    for (long t = start; t < length; t++) {
       weights[t] = shape.scaling * dot(queries + h * size, keys + t * size, size);
       top = std::fmax(top, weights[t]);
     }
-    for (long t = 0; t < length; t++) total += weights[t] = std::exp(weights[t] - top);
+    for (long t = start; t < length; t++) total += weights[t] = std::exp(weights[t] - top);
     float share = (float)(1 / total);
     for (long j = 0; j < size; j++) head[j] = 0;
-    for (long t = 0; t < length; t++) add(head, weights[t] * share, values + t * size, size);
+    for (long t = start; t < length; t++) add(head, weights[t] * share, values + t * size, size);
   }
 }
 
-// Rotates the new keys of this thread's heads and appends keys and values to the KV cache.
+// Rotates this thread's new keys [rows, kv_heads, head_dim] and appends keys and values to the KV
+// cache.
 template <typename C>
-static void append_to_cache(float *keys, const float *values, const float *cos, const float *sin,
-                     const Block &block, const Shape &shape) {
-  Range mine = my_share(shape.kv_heads);
+static void append_to_cache(float *keys, const float *values, const Block &block,
+                            const Shape &shape, const Step &step) {
+  Range mine = my_share(step.rows * shape.kv_heads);
   long size = shape.head_dim;
   for (long h = mine.start; h < mine.stop; h++) {
-    rotate(keys + h * size, cos, sin, shape.rotary_dim);
-    long at = (h * shape.capacity + shape.length) * size;
+    rotate_for(h / shape.kv_heads, keys + h * size, step, shape);
+    long at = (h * step.capacity + step.length) * size;
     for (long j = 0; j < size; j++) {
       put(keys[h * size + j], (C *)block.cached_keys + at + j);
       put(values[h * size + j], (C *)block.cached_values + at + j);
@@ -372,41 +414,111 @@ static void append_to_cache(float *keys, const float *values, const float *cos, 
   }
 }
 
-// Runs the new token, hidden [width], through all blocks.
+// Runs the new tokens, hidden [rows, width], through all blocks. `normed` is this thread's memory
+// of that shape, `weights` for a weight per cached token; `shared` belongs to all threads.
 template <typename T, typename C>
-static void decode(float *hidden, const Block *blocks, long count, const Shape &shape, Rule by,
-                 const float *cos, const float *sin, float *scratch, Work work) {
-  long width = shape.width, inner = shape.heads * shape.head_dim,
-       kv = shape.kv_heads * shape.head_dim;
-  float *normed = scratch, *queries = normed + omp_get_num_threads() * width,
-        *keys = queries + inner, *values = keys + kv, *attended = values + kv,
-        *out = attended + inner, *scores = out + width;
-  normed += omp_get_thread_num() * width;  // this thread's row; the rest is shared
-  Range part = my_share(width), heads = my_share(shape.heads);
+static void decode(const Block *blocks, long count, const Shape &shape, const Step &step, Rule by,
+                   float *normed, float *weights, float *shared, Work work) {
+  long rows = step.rows, width = shape.width, inner = rows * shape.heads * shape.head_dim,
+       kv = rows * shape.kv_heads * shape.head_dim;
+  float *hidden = step.hidden, *queries = shared, *keys = queries + inner, *values = keys + kv,
+        *attended = values + kv, *out = attended + inner;
+  Range part = my_share(rows * width), heads = my_share(rows * shape.heads);
   for (const Block *block = blocks; block < blocks + count; block++) {
-    normalize(hidden, width, block->attention_norm, normed);
+    normalize(hidden, rows, width, block->attention_norm, normed);
     const Tokens *qkv[] = {&block->q, &block->k, &block->v};
     float *found[] = {queries, keys, values};
-    attend_tokens<T>(normed, 1, qkv, found, 3, by, work);
+    attend_tokens<T>(normed, rows, qkv, found, 3, by, work);
     for (long h = heads.start; h < heads.stop; h++)
-      rotate(queries + h * shape.head_dim, cos, sin, shape.rotary_dim);
-    append_to_cache<C>(keys, values, cos, sin, *block, shape);
+      rotate_for(h / shape.heads, queries + h * shape.head_dim, step, shape);
+    append_to_cache<C>(keys, values, *block, shape, step);
     wait_for_all();
-    attend_context<C>(queries, *block, shape, scores, attended);
+    attend_context<C>(queries, *block, shape, step, weights, attended);
     wait_for_all();
     const Tokens *o[] = {&block->o}, *ffn[] = {&block->ffn};
-    attend_tokens<T>(attended, 1, o, &out, 1, by, work);
+    attend_tokens<T>(attended, rows, o, &out, 1, by, work);
     if (shape.is_parallel) {  // both branches read the same input
-      normalize(hidden, width, block->ffn_norm, normed);
+      normalize(hidden, rows, width, block->ffn_norm, normed);
       wait_for_all();
     }
     for (long j = part.start; j < part.stop; j++) hidden[j] += out[j];
     wait_for_all();
-    if (!shape.is_parallel) normalize(hidden, width, block->ffn_norm, normed);
-    attend_tokens<T>(normed, 1, ffn, &out, 1, by, work);
+    if (!shape.is_parallel) normalize(hidden, rows, width, block->ffn_norm, normed);
+    attend_tokens<T>(normed, rows, ffn, &out, 1, by, work);
     for (long j = part.start; j < part.stop; j++) hidden[j] += out[j];
     wait_for_all();
   }
+}
+
+static float element(const Matrix &matrix, long row, long column, int is_half) {
+  long at = row * matrix.width + column;
+  if (matrix.kind == F32) return ((const float *)matrix.rows)[at];
+  if (matrix.kind == BF16) return wide(((const BFloat16 *)matrix.rows)[at]);
+  float scale = rounded(matrix.scales[row], is_half);
+  return rounded((float)((const int8_t *)matrix.rows)[at] * scale, is_half);
+}
+
+// This thread's part of the embeddings of the new tokens.
+static void embed(const Ends &ends, const Shape &shape, const Step &step) {
+  Range mine = my_share(shape.width);
+  for (long r = 0; r < step.rows; r++)
+    for (long j = mine.start; j < mine.stop; j++) {
+      float found = element(ends.embedding, step.ids[r], j, shape.is_half);
+      if (ends.positions.rows)
+        found += element(ends.positions, step.positions[r] + step.offset, j, shape.is_half);
+      step.hidden[r * shape.width + j] = rounded(found, shape.is_half);
+    }
+}
+
+// The first largest logit of this thread's rows, as `argmax` finds it: nan is the largest.
+static void choose(const float *logits, const Step &step, long n) {
+  Range mine = my_share(step.rows);
+  for (long r = mine.start; r < mine.stop; r++) {
+    const float *row = logits + r * n;
+    float top = -INFINITY;
+    int has_nan = 0;
+#pragma omp simd reduction(max : top) reduction(| : has_nan)
+    for (long i = 0; i < n; i++) {
+      top = row[i] > top ? row[i] : top;
+      has_nan |= row[i] != row[i];
+    }
+    long i = 0;
+    while (i < n - 1 && !(has_nan ? row[i] != row[i] : row[i] == top)) i++;
+    step.best[r] = i;
+  }
+}
+
+// Final norm and output head. In bf16 eager mode rounds after each.
+static void predict(const Ends &ends, const Shape &shape, const Step &step, float *normed) {
+  long n = ends.head.n, width = shape.width;
+  for (long j = 0; shape.is_half && j < step.rows * width; j++)
+    normed[j] = rounded(step.hidden[j], 1);
+  normalize(shape.is_half ? normed : step.hidden, step.rows, width, ends.norm, normed);
+  for (long j = 0; shape.is_half && j < step.rows * width; j++) normed[j] = rounded(normed[j], 1);
+  const void *rows = ends.head.rows;
+  const float *scales = ends.head.scales;
+  if (ends.head.kind == F32)
+    score(normed, step.rows, width, (const float *)rows, scales, n, step.logits);
+  else if (ends.head.kind == BF16)
+    score(normed, step.rows, width, (const BFloat16 *)rows, scales, n, step.logits);
+  else
+    score(normed, step.rows, width, (const int8_t *)rows, scales, n, step.logits);
+  Range mine = my_share(n);
+  for (long r = 0; shape.is_half && r < step.rows; r++)
+    for (long i = mine.start; i < mine.stop; i++)
+      step.logits[r * n + i] = rounded(step.logits[r * n + i], 1);
+  wait_for_all();
+  if (step.best) choose(step.logits, step, n);
+}
+
+// Whether the new tokens and their positions have embeddings.
+static bool in_range(const Ends &ends, const Step &step) {
+  for (long r = 0; r < step.rows; r++) {
+    long position = step.positions[r] + step.offset;
+    if (step.ids[r] < 0 || step.ids[r] >= ends.embedding.n) return false;
+    if (ends.positions.rows && (position < 0 || position >= ends.positions.n)) return false;
+  }
+  return true;
 }
 
 #define EXPORT(T, NAME)                                                                            \
@@ -422,15 +534,27 @@ static void decode(float *hidden, const Block *blocks, long count, const Shape &
         attend_tokens<T>(x, rows, &tokens, &out, 1, by, work);                                     \
   }                                                                                                \
                                                                                                    \
-  extern "C" void decode_##NAME(float *hidden, const Block *blocks, long count, const Shape *shape,\
-                                Rule by, const float *cos, const float *sin, int is_half,          \
-                                float *scratch, Work work, int threads) {                          \
+  /* Returns 0, with nothing changed, if an id or position has no embedding. */                    \
+  extern "C" int decode_##NAME(const Block *blocks, long count, const Shape *shape,                \
+                               const Ends *ends, const Step *step, Rule by, int is_half_cache,     \
+                               float *scratch, Work work, int threads) {                           \
+    if (step->ids && !in_range(*ends, *step)) return 0;                                            \
+    long private_size = step->rows * shape->width + step->length + 1;                              \
     _Pragma("omp parallel num_threads(threads)") {                                                 \
-      if (is_half)                                                                                 \
-        decode<T, BFloat16>(hidden, blocks, count, *shape, by, cos, sin, scratch, work);           \
+      float *normed = scratch + omp_get_thread_num() * private_size;                               \
+      float *weights = normed + step->rows * shape->width;                                         \
+      float *shared = scratch + omp_get_num_threads() * private_size;                              \
+      if (step->ids) {                                                                             \
+        embed(*ends, *shape, *step);                                                               \
+        wait_for_all();                                                                            \
+      }                                                                                            \
+      if (is_half_cache)                                                                           \
+        decode<T, BFloat16>(blocks, count, *shape, *step, by, normed, weights, shared, work);      \
       else                                                                                         \
-        decode<T, float>(hidden, blocks, count, *shape, by, cos, sin, scratch, work);              \
+        decode<T, float>(blocks, count, *shape, *step, by, normed, weights, shared, work);         \
+      if (step->ids) predict(*ends, *shape, *step, normed);                                        \
     }                                                                                              \
+    return 1;                                                                                      \
   }
 
 EXPORT(float, f32)

@@ -21,8 +21,8 @@ import torch
 
 from tokenformer.files import cache_folder
 
-SOURCES = [Path(__file__).with_name(name) for name in ("decode.cpp", "theta.cpp")]
-HEADERS = [Path(__file__).with_name(name) for name in ("normal.h", "quantized.h")]
+SOURCES = [Path(__file__).with_name(name) for name in ("decode.cpp", "fused.cpp", "rotary.cpp")]
+HEADERS = [Path(__file__).with_name(name) for name in ("normal.h", "quantized.h", "rows.h")]
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=fast"]
 # GCC vectorizes rounding and selection only without errno and floating-point traps.
 FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
@@ -37,10 +37,13 @@ CHOICES = [
 ]
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "i8", torch.uint8: "i4"}
 """Suffix of the functions for tokens of a dtype; uint8 holds packed 4-bit numbers."""
+KINDS = {dtype: number for number, dtype in enumerate(SUFFIXES)}
+"""Number of a dtype in the native code."""
 
 logger = logging.getLogger(__name__)
 
-Pointer, Long, Float, Int = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
+Pointer, Float = ctypes.c_void_p, ctypes.c_float
+Int, Long, Int64 = ctypes.c_int, ctypes.c_long, ctypes.c_int64
 
 
 class UntrustedError(OSError):
@@ -60,7 +63,11 @@ class Tokens(ctypes.Structure):
 
 
 class Norm(ctypes.Structure):
-    _fields_ = (("weight", Pointer), ("bias", Pointer), ("eps", Float), ("is_rms", Int))
+    _fields_ = (
+        *((name, Pointer) for name in ("weight", "bias")),
+        ("eps", Float),
+        *((name, Int) for name in ("is_rms", "is_half")),
+    )
 
 
 class Block(ctypes.Structure):
@@ -74,9 +81,52 @@ class Block(ctypes.Structure):
 class Shape(ctypes.Structure):
     _fields_ = (
         *((name, Long) for name in ("width", "heads", "kv_heads", "head_dim", "rotary_dim")),
-        *((name, Long) for name in ("length", "capacity")),
         ("scaling", Float),
-        ("is_parallel", Int),
+        *((name, Int) for name in ("is_parallel", "is_half")),
+    )
+
+
+class Matrix(ctypes.Structure):
+    _fields_ = (
+        *((name, Pointer) for name in ("rows", "scales")),
+        *((name, Long) for name in ("n", "width")),
+        ("kind", Int),
+    )
+
+
+class Ends(ctypes.Structure):
+    _fields_ = (
+        *((name, Matrix) for name in ("embedding", "positions", "head")),
+        ("norm", Norm),
+    )
+
+
+class Step(ctypes.Structure):
+    _fields_ = (
+        *((name, Long) for name in ("rows", "length", "capacity")),
+        *((name, Pointer) for name in ("ids", "positions")),
+        ("offset", Long),
+        *((name, Pointer) for name in ("starts", "cos", "sin", "hidden", "logits", "best")),
+    )
+
+
+class FusedGroup(ctypes.Structure):
+    _fields_ = (
+        *((name, Pointer) for name in ("values", "out", "grad", "dvalues")),
+        *((name, Int64) for name in ("n", "d_out")),
+        *((name, Float) for name in ("root", "eps")),
+    )
+
+
+MAX_GROUPS = 3
+
+
+class FusedLayers(ctypes.Structure):
+    _fields_ = (
+        *((name, Pointer) for name in ("gemm", "x", "keys", "scores", "stats")),
+        *((name, Int64) for name in ("rows", "d_in", "n", "block_rows")),
+        *((name, Int) for name in ("count", "threads")),
+        ("groups", FusedGroup * MAX_GROUPS),
     )
 
 
@@ -87,16 +137,19 @@ class Work(ctypes.Structure):
 ARGUMENTS = {
     "linear": [Pointer, Long, Long, Pointer, Pointer, Long, Pointer, Int],
     "pattention": [Pointer, Long, Pointer, Theta, Work, Pointer, Int],
-    "l2_gelu_forward": [Pointer, Long, Long, Float, Float, Pointer, Pointer, Int],
-    "l2_gelu_backward": [Pointer, Pointer, Long, Long, Float, Pointer, Pointer, Pointer, Int],
-    "decode": [Pointer, Pointer, Long, Pointer, Theta, Pointer, Pointer, Int, Pointer, Work, Int],
+    "decode": [Pointer, Long, Pointer, Pointer, Pointer, Theta, Int, Pointer, Work, Int],
+    "rotary": [*[Pointer] * 2, *[Int64] * 5, *[Pointer] * 2, Int64, Float, Int],
+    "fused_forward": [Pointer, Pointer],
+    "fused_backward": [Pointer, Int64, *[Pointer] * 5],
 }
+RESULTS = {"decode": Int}
 
 
 @functools.cache
-def function(name: str, dtype: torch.dtype) -> Any:
-    found = getattr(library(), f"{name}_{SUFFIXES[dtype]}")
-    found.restype, found.argtypes = None, ARGUMENTS[name]
+def function(name: str, dtype: torch.dtype | None = None) -> Any:
+    """Return a function of the library, for tokens of this dtype where there is one for each."""
+    found = getattr(library(), name if dtype is None else f"{name}_{SUFFIXES[dtype]}")
+    found.restype, found.argtypes = RESULTS.get(name), ARGUMENTS[name]
     return found
 
 
