@@ -1,8 +1,8 @@
 // Kernels for decoding on a CPU, which is memory-bound: each parameter token is read once, in
 // memory order, by one thread. `library.py` builds and loads this file.
 //
-// Rows, weights and sums are fp32. Parameter tokens are fp32, bf16, or int8 with a scale each, which
-// `quantized.h` multiplies in integers; the KV cache is fp32 or bf16. Each thread alternates between
+// Rows, weights and sums are fp32. Parameter tokens are fp32, bf16, int8 or 4-bit numbers, the last
+// two multiplied in integers by `quantized.h`; the KV cache is fp32 or bf16. Each thread alternates between
 // two streams, the first and the second half of its share, a whole token at a time. More streams or
 // smaller pieces halve the memory bandwidth; a single stream is 10 % slower. `rows.h` has the
 // products of several rows.

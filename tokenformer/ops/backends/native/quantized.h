@@ -236,8 +236,8 @@ struct ByteRows {
     for (long r = 0; r < rows; r++)
       for (long g = 0; g * GROUP < width; g++) {
         int8_t rounded[GROUP];
-        long at = r * blocks * 8 + g, left = width - g * GROUP;
-        scales[at] = round_to(x + r * width + g * GROUP, left < GROUP ? left : GROUP, rounded, GROUP);
+        long at = r * blocks * 8 + g, left = width - g * GROUP, count = left < GROUP ? left : GROUP;
+        scales[at] = round_to(x + r * width + g * GROUP, count, rounded, GROUP);
         for (long p = 0; p < GROUP; p++) offsets[at] += OFFSET * rounded[p];
         int8_t *to = &numbers[(r * blocks + g / 8) * 8 * GROUP + g % 8 * 4];
         for (long part = 0; part < 8; part++) std::memcpy(to + 32 * part, rounded + 4 * part, 4);
