@@ -4,8 +4,9 @@
     python -m benchmarks.decode --sizes 124m --contexts 1024
 
 Decoding is memory-bound: every new token reads all weights and the KV cache once. The limit is
-summing a tensor of that many bytes, measured in the same rounds. Context, batch size and
-feed-forward tokens are swept one at a time, with the others at their first value.
+summing a tensor of that many bytes, measured in the same rounds. The first token, which includes
+the prefill of the prompt, is timed separately. Context, batch size and feed-forward tokens are
+swept one at a time, with the others at their first value.
 """
 
 import statistics
@@ -20,6 +21,7 @@ from benchmarks.harness import (
     make_parser,
     number,
     progress,
+    ratio,
     run,
     time_interleaved,
     with_spread,
@@ -37,6 +39,8 @@ COLUMNS = {
     "x released": with_spread("times_released"),
     "x GPT-NeoX": with_spread("times_GPT-NeoX"),
     "ms/token": number("seconds", ".1f", unit=1e-3),
+    "first token, ms": number("first_seconds", ".0f", unit=1e-3),
+    "first x GPT-NeoX": with_spread("first_times_GPT-NeoX"),
     "bandwidth, GB/s": number("limit_gbytes", ".0f"),
 }
 
@@ -62,7 +66,7 @@ def measure_case(options: Namespace) -> list[Row]:
         return lambda: model.generate(ids, **inputs, max_new_tokens=tokens, do_sample=False)
 
     functions = {name: decoder(model, options.tokens) for name, model in models.items()}
-    # The prefill is timed separately and subtracted.
+    # The first token is timed separately and subtracted.
     first = {f"{name}, first": decoder(model, 1) for name, model in models.items()}
     steps = options.tokens - 1
     reading = {"reading": lambda: [weights.sum() for _ in range(steps)]}
@@ -78,6 +82,11 @@ def measure_case(options: Namespace) -> list[Row]:
         bytes_read += (2 if name == "bf16" else 4) * cache
         for key in ("share", "share_spread"):
             rows[name][key] *= bytes_read / (4 * weights.numel())
+    for name, row in rows.items():
+        seconds, baseline = times[f"{name}, first"], times["GPT-NeoX, first"]
+        speedup, spread = ratio(baseline, seconds)
+        row |= {"first_seconds": statistics.median(seconds), "first_times_GPT-NeoX": speedup}
+        row["first_times_GPT-NeoX_spread"] = spread
     speed = 4e-9 * weights.numel() * steps / statistics.median(times["reading"])
     case = {
         "case": f"{size / 1e6:.0f}M after {options.context}, "
@@ -118,8 +127,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--layers", type=int, help="default: that of the size")
     parser.add_argument("--vocab", type=int, help="default: that of the size")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 16, 1024])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--ffn_tokens", type=int, nargs="+")
     parser.add_argument("--tokens", type=int, default=32, help="tokens to decode")
     options = parser.parse_args(arguments)

@@ -192,7 +192,9 @@ template <typename T>
 static void mix(const float *weights, long rows, long n, const T *tokens, const void *, long width,
                 float *sums) {
   Range mine = my_share(n);
-  if (rows > 1) return mix_rows(weights, rows, n, tokens, mine.start, mine.stop, width, sums);
+  // Two or three fp32 rows read faster in two streams.
+  if (rows > (sizeof(T) == 4 ? 3 : 1))
+    return mix_rows(weights, rows, n, tokens, mine.start, mine.stop, width, sums);
   long half = (mine.stop - mine.start) / 2;
   for (long i = mine.start; i < mine.start + half; i++)
     for (long r = 0; r < rows; r++) {
