@@ -32,7 +32,7 @@ from tokenformer.models.quantization import quantize_model
 
 SIZES = {"27m": (3, 8192), "124m": (12, 50304)}
 """Layers and vocabulary, at width 768."""
-BYTES = {"bf16": 2, "int8": 1}
+BITS = {"int8": 8, "int4": 4}
 
 COLUMNS = {
     "share of read bandwidth": with_spread("share"),
@@ -51,8 +51,9 @@ def measure_case(options: Namespace) -> list[Row]:
     models = {name: ours(name, options) for name in ("auto", "released")}
     size = models["auto"].num_parameters()
     models["bf16"] = ours("auto", options).bfloat16()
-    models["int8"] = ours("auto", options)
-    quantize_model(models["int8"])
+    for name, bits in BITS.items():
+        models[name] = ours("auto", options)
+        quantize_model(models[name], bits)
     models["GPT-NeoX"] = neox(size, options)
     ids = torch.randint(options.vocab, (options.batch, options.context))
     cache = 2 * options.layers * options.width * options.batch * options.context
@@ -76,8 +77,9 @@ def measure_case(options: Namespace) -> list[Row]:
     }
     decoded["reading"] = times["reading"]
     rows = compare(decoded, "reading", against=("released", "GPT-NeoX"))
-    for name, size_of in BYTES.items():
-        bytes_read = size_of * size + (2 if name == "bf16" else 4) * cache
+    for name in ("bf16", *BITS):
+        bytes_read = sum(p.numel() * p.itemsize for p in models[name].parameters())
+        bytes_read += (2 if name == "bf16" else 4) * cache
         for key in ("share", "share_spread"):
             rows[name][key] *= bytes_read / (4 * weights.numel())
     for name, row in rows.items():

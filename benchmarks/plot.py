@@ -12,7 +12,8 @@ from typing import Any
 from benchmarks.results import Row
 
 # Colour-blind safe; an implementation has the same colour in every panel.
-OURS, SECOND, THIRD, FORMULA, PEER = "#0072b2", "#56b4e9", "#009e73", "#d55e00", "#6b6b6b"
+OURS, SECOND, THIRD, FOURTH = "#0072b2", "#56b4e9", "#009e73", "#cc79a7"
+FORMULA, PEER = "#d55e00", "#6b6b6b"
 COLOURS = {
     "direct": OURS,
     "auto": OURS,
@@ -22,6 +23,7 @@ COLOURS = {
     "streamed": THIRD,
     "bf16": SECOND,
     "int8": THIRD,
+    "int4": FOURTH,
     "reference": SECOND,
     "in memory": SECOND,
     "released": FORMULA,

@@ -32,7 +32,7 @@ NAMES = {
     "operator": {"released", "mlp", "reference", "direct", "streamed"},
     "narrow": {"tokenformer", "released", "Transformer", "GPT", "nanoGPT"},
     "training": {"auto", "released", "GPT-NeoX", "TransformerEncoder"},
-    "decode": {"auto", "bf16", "int8", "released", "GPT-NeoX"},
+    "decode": {"auto", "bf16", "int8", "int4", "released", "GPT-NeoX"},
     "growth": {"on disk", "in memory", "Net2Net"},
     "memory": {"released", "mlp", "streamed", "auto", "GPT-NeoX"},
     "loading": {"from_pretrained", "from_pretrained, read", "plain", "GPT-NeoX", "GPT-NeoX, read"},

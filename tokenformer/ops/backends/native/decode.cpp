@@ -1,8 +1,8 @@
 // Kernels for decoding on a CPU, which is memory-bound: each parameter token is read once, in
 // memory order, by one thread. `library.py` builds and loads this file.
 //
-// Rows, weights and sums are fp32. Parameter tokens are fp32, bf16, or int8 with a scale each, which
-// `quantized.h` multiplies in integers; the KV cache is fp32 or bf16. Each thread alternates between
+// Rows, weights and sums are fp32. Parameter tokens are fp32, bf16, int8 or 4-bit numbers, the last
+// two multiplied in integers by `quantized.h`; the KV cache is fp32 or bf16. Each thread alternates between
 // two streams, the first and the second half of its share, a whole token at a time. More streams or
 // smaller pieces halve the memory bandwidth; a single stream is 10 % slower. `rows.h` has the
 // products of several rows.
@@ -226,6 +226,7 @@ static void mix(const float *weights, long rows, long n, const Nibbles *tokens, 
   mix_integers(weights, rows, n, tokens, (const uint16_t *)scales, width, sums);
 }
 
+// For scores that are not scaled yet; after scaling, `normal.h` is faster.
 static float gelu(float a, int is_tanh) {
   if (is_tanh) return 0.5f * a * (1 + std::tanh(0.7978845608f * (a + 0.044715f * a * a * a)));
   return 0.5f * a * (1 + std::erf(a * 0.7071067812f));  // underflows where torch's does
@@ -270,18 +271,14 @@ static void end_weights(float *scores, Range mine, Rule by, float scale, const f
     float root = by.theta == L1_GELU ? scale : std::sqrt(scale);
     factor = norm < 1.0842022e-19f ? 0 : root / (norm + by.eps);  // zero rows as in theta.py
   }
-  int is_last = by.theta == L2_GELU || by.theta == L1_GELU;  // GELU is taken of the scaled scores
-  if (is_last && !by.is_tanh) {
+  for (long i = mine.start; i < mine.stop; i++) scores[i] *= factor;
+  if (by.theta == GELU_L2 || by.theta == SOFTMAX) return;
+  if (by.is_tanh) {
 #pragma omp simd
-    for (long i = mine.start; i < mine.stop; i++) {
-      float x = factor * scores[i];
-      scores[i] = x * normal(x).below;
-    }
-    return;
-  }
-  for (long i = mine.start; i < mine.stop; i++) {
-    scores[i] *= factor;
-    if (is_last) scores[i] = gelu(scores[i], by.is_tanh);
+    for (long i = mine.start; i < mine.stop; i++) scores[i] *= below_by_tanh(scores[i]);
+  } else {
+#pragma omp simd
+    for (long i = mine.start; i < mine.stop; i++) scores[i] *= normal(scores[i]).below;
   }
 }
 

@@ -46,3 +46,10 @@ static inline Normal normal(float x) {
   float tail = e * (r * u);
   return {x > 0 ? 1 - tail : tail, 0.3989422804f * e};
 }
+
+// GELU's tanh approximation of P(N < x): (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)).
+static inline float below_by_tanh(float x) {
+  float y = 1.5957691216f * (x + 0.044715f * x * x * x);
+  float e = exp_of_minus(std::fabs(y));
+  return (y > 0 ? 1 : e) / (1 + e);
+}

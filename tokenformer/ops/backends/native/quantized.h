@@ -219,6 +219,7 @@ struct Nibbles {
 };
 
 static const int OFFSET = 8;
+static const long AHEAD = 32;  // blocks to prefetch; a single stream is a quarter slower without
 
 // Rows for 4-bit keys, in their order.
 struct ByteRows {
@@ -235,8 +236,8 @@ struct ByteRows {
     for (long r = 0; r < rows; r++)
       for (long g = 0; g * GROUP < width; g++) {
         int8_t rounded[GROUP];
-        long at = r * blocks * 8 + g, left = width - g * GROUP;
-        scales[at] = round_to(x + r * width + g * GROUP, left < GROUP ? left : GROUP, rounded, GROUP);
+        long at = r * blocks * 8 + g, left = width - g * GROUP, count = left < GROUP ? left : GROUP;
+        scales[at] = round_to(x + r * width + g * GROUP, count, rounded, GROUP);
         for (long p = 0; p < GROUP; p++) offsets[at] += OFFSET * rounded[p];
         int8_t *to = &numbers[(r * blocks + g / 8) * 8 * GROUP + g % 8 * 4];
         for (long part = 0; part < 8; part++) std::memcpy(to + 32 * part, rounded + 4 * part, 4);
@@ -392,9 +393,12 @@ static void mix_tokens(const float *weights, long rows, long n, const Nibbles *t
       steps[r] = round_to(weights + r * n + first, count, numbers + r * GROUP, GROUP);
       for (long p = 0; p < GROUP; p++) offsets[r] += OFFSET * numbers[r * GROUP + p];
     }
-    for (long j = 0; j < padded; j += 8)
-      add_columns(numbers, offsets, steps, rows, tokens + (at + j) / 8, scales + at + j, found + j,
-                  padded);
+    for (long j = 0; j < padded; j += 8) {
+      const Nibbles *block = tokens + (at + j) / 8;
+      __builtin_prefetch(block + AHEAD);  // two cache lines
+      __builtin_prefetch(block[AHEAD].bytes[2]);
+      add_columns(numbers, offsets, steps, rows, block, scales + at + j, found + j, padded);
+    }
   }
   for (long r = 0; r < rows; r++)
     for (long j = 0; j < width; j++) sums[r * width + j] += found[r * padded + j];
