@@ -11,9 +11,11 @@ version of transformers that does not have an import listed here, nothing is def
 """
 
 import builtins
+import gc
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, partial, wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -21,6 +23,8 @@ from importlib.util import resolve_name
 from threading import RLock
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, Union
+
+from tokenformer.cli.import_structure import cache_import_structure
 
 DEFERRED: dict[str, tuple[str, ...]] = {
     "accelerate": ("PartialState", "dispatch_model"),
@@ -35,6 +39,7 @@ DEFERRED: dict[str, tuple[str, ...]] = {
     "accelerate.utils.modeling": ("clean_device_map", "get_max_layer_size"),
     "scipy.optimize": ("linear_sum_assignment",),
     "torch._dynamo._trace_wrapped_higher_order_op": ("TransformGetItemToIndex",),
+    "torch._dynamo.eval_frame": ("OptimizedModule",),
     "torch.distributed._composable.fsdp": ("fully_shard",),
     "torch.distributed._functional_collectives": ("all_to_all_single_autograd", "wait_tensor"),
     "torch.distributed.checkpoint.hf_storage": (
@@ -46,6 +51,7 @@ DEFERRED: dict[str, tuple[str, ...]] = {
         "FullyShardedDataParallel",
         "MixedPrecisionPolicy",
     ),
+    "torch.distributed.fsdp.fully_sharded_data_parallel": ("FullyShardedDataParallel",),
     "torch.distributed.tensor": (
         "DTensor",
         "Partial",
@@ -85,6 +91,9 @@ class DeferredName:
         return getattr(importlib.import_module(self._source), self._name)
 
     def __getattr__(self, attribute: str) -> Any:
+        inner = f"{self._source}.{self._name}"
+        if inner not in sys.modules and attribute in DEFERRED.get(inner, ()):
+            return deferred_name(inner, attribute)
         return getattr(self._resolve(), attribute)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -132,16 +141,18 @@ def deferring_import(
     """The `__import__` of the modules of transformers."""
     package = (globals or {}).get("__package__")
     source = resolve_name("." * level + name, package) if level else name
-    names = DEFERRED.get(source, ())
-    deferred = {n: deferred_name(source, n) for n in fromlist or () if n in names}
-    deferred = {n: d for n, d in deferred.items() if d._source not in sys.modules}
-    if not deferred:
-        return builtins.__import__(name, globals, locals, fromlist or (), level)
-    found: dict[str, Any] = dict(deferred)
-    if others := [n for n in fromlist or () if n not in deferred]:
-        module = builtins.__import__(name, globals, locals, others, level)
-        found |= {n: getattr(module, n) for n in others}
-    return SimpleNamespace(**found)
+    found: dict[str, Any] = {}
+    for each in fromlist or ():
+        if each in DEFERRED.get(source, ()):
+            deferred = deferred_name(source, each)
+            found |= {} if deferred._source in sys.modules else {each: deferred}
+    others = [each for each in fromlist or () if each not in found]
+    if found and not others:
+        return SimpleNamespace(**found)
+    module = builtins.__import__(name, globals, locals, fromlist or (), level)
+    if not found:
+        return module
+    return SimpleNamespace(**found, **{each: getattr(module, each) for each in others})
 
 
 DEFERRING_BUILTINS = {**vars(builtins), "__import__": deferring_import}
@@ -153,6 +164,8 @@ MARKERS = ("allow_in_graph", "assume_constant_result")
 """Decorators of the compiler that return the function they are given, marked."""
 DECORATORS = (*MARKERS, "disable")
 LOADING = RLock()
+PAUSING = ("torch", "transformers")
+"""Large packages, whose imports are not deferred."""
 
 
 class LazyModule(ModuleType):
@@ -167,6 +180,8 @@ class LazyModule(ModuleType):
             if "waiting" in vars(self):
                 if name in DECORATORS:
                     return partial(decorate_late, self, name)
+                if f"{self.__name__}.{name}" in DEFERRED:
+                    return deferred_name(self.__name__, name)
                 load(self)
             elif isinstance(self, LazyModule):  # a circular import, within `load`
                 raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
@@ -245,13 +260,33 @@ class DeferringLoader(Loader):
             module.__spec__.loader = module.__loader__ = self.loader
         if is_deferring(module.__name__):
             module.__dict__["__builtins__"] = DEFERRING_BUILTINS
-        self.loader.exec_module(module)
+        with paused_collector():
+            self.loader.exec_module(module)
         if module.__name__ in DEFERRED:
             replace_deferred(module)
+        if module.__name__ == "transformers.utils.import_utils":
+            cache_import_structure(module)
+
+
+@contextmanager
+def paused_collector() -> Iterator[None]:
+    """Pause the garbage collector. What is imported stays, and looking at it again and again takes
+    a tenth of the time of the imports."""
+    if not gc.isenabled():
+        yield
+        return
+    before_torch = "torch" not in sys.modules
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        if before_torch and "torch" in sys.modules:
+            gc.freeze()
 
 
 def is_deferring(name: str) -> bool:
-    return name.startswith("transformers.")
+    return name.startswith(("accelerate.", "huggingface_hub.", "transformers."))
 
 
 def replace_deferred(source: ModuleType) -> None:
@@ -267,7 +302,7 @@ class DeferringFinder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in DEFERRED and not is_deferring(name) and name != LAZY:
+        if not (name in DEFERRED or name in PAUSING or name == LAZY or is_deferring(name)):
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         found = (finder.find_spec(name, path, target) for finder in others)

@@ -146,8 +146,7 @@ def saved_config(source: Path, is_checkpoint: bool) -> dict[str, Any]:
 
 def check_family(given: dict[str, Any], config: dict[str, Any]) -> None:
     """Refuse options that do not apply to a model of this configuration."""
-    from tokenformer.models.configuration import TokenConfig
-    from tokenformer.models.model_classes import CONFIG_CLASSES
+    from tokenformer.models.configuration import CONFIG_CLASSES, TokenConfig
 
     family = CONFIG_CLASSES.get(str(config.get("model_type")))
     if family is None:

@@ -130,12 +130,12 @@ def load_config(model: str) -> "LanguageConfig | VisionConfig":
     folder = None if is_preset(name, size) else config_folder(model)
 
     from tokenformer.models.configuration import (
+        CONFIG_CLASSES,
         TokenformerConfig,
         TokenformerVisionConfig,
         TransformerConfig,
         TransformerVisionConfig,
     )
-    from tokenformer.models.model_classes import CONFIG_CLASSES
 
     if name in TOKENFORMER_PRESETS:
         return TokenformerConfig.from_preset(name)

@@ -350,10 +350,16 @@ class TransformerVisionConfig(MatrixConfig, VisionConfig):
     presets = VISION_TRANSFORMER_PRESETS
 
 
-for _config in (
-    TokenformerConfig,
-    TransformerConfig,
-    TokenformerVisionConfig,
-    TransformerVisionConfig,
-):
-    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+CONFIG_CLASSES: dict[str, type[BlockConfig]] = {
+    config_class.model_type: config_class
+    for config_class in (
+        TokenformerConfig,
+        TransformerConfig,
+        TokenformerVisionConfig,
+        TransformerVisionConfig,
+    )
+}
+"""The configuration class of each `model_type`."""
+
+for _model_type, _config in CONFIG_CLASSES.items():
+    AutoConfig.register(_model_type, _config, exist_ok=True)

@@ -6,6 +6,7 @@ import torch
 
 from tokenformer.models.block_configuration import BlockConfig
 from tokenformer.models.configuration import (
+    CONFIG_CLASSES,
     TokenformerConfig,
     TokenformerVisionConfig,
     TransformerConfig,
@@ -30,10 +31,6 @@ MODEL_CLASSES: dict[type[BlockConfig], type[HeadModel]] = {
     TokenformerVisionConfig: TokenformerForImageClassification,
     TransformerVisionConfig: TransformerForImageClassification,
 }
-CONFIG_CLASSES: dict[str, type[BlockConfig]] = {
-    config_class.model_type: config_class for config_class in MODEL_CLASSES
-}
-"""The configuration class of each `model_type`."""
 
 
 def build_on_meta(config: BlockConfig | dict[str, Any]) -> HeadModel:
