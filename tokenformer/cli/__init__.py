@@ -58,6 +58,10 @@ class OutputError(TokenformerError):
     exit_code = 1
 
 
+TRAINING = ("train", "demo")
+"""Commands that use most of what `defer_imports` defers, and run too long to notice."""
+
+
 def load(target: str) -> Any:
     module, _, function = target.partition(":")
     return getattr(importlib.import_module(module), function)
@@ -103,7 +107,8 @@ def run(words: list[str]) -> None:
     from tokenformer.cli.parser import parse
 
     function = load(COMMANDS[command])
-    defer_imports()
+    if command not in TRAINING:
+        defer_imports()
     function(**parse(command, function, words[1:], f"tokenformer {command} {USAGE[command]}"))
 
 
