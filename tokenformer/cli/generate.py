@@ -47,8 +47,8 @@ def generate(
         greedy: Always take the most likely token.
         stop: Stop before this text appears.
         seed: Seed for sampling.
-        bits: 8 or 4 quantizes the weights of a TokenFormer, to a quarter or about a seventh
-            of the memory.
+        bits: 8 or 4 quantizes the weights of a TokenFormer, to a quarter or less than a
+            fifth of the memory.
         no_verify: Skip verifying the weights (checksums.json, NaN, inf).
         json: Print a JSON list with each prompt and the text added.
     """

@@ -49,8 +49,8 @@ def serve(
         port: Port to listen on; 0 picks a free one.
         name: Model name in the API; by default MODEL as given.
         context: Maximum tokens of prompt and response together; by default the model's context.
-        bits: 8 or 4 quantizes the weights of a TokenFormer, to a quarter or about a seventh
-            of the memory.
+        bits: 8 or 4 quantizes the weights of a TokenFormer, to a quarter or less than a
+            fifth of the memory.
         api_key: API key that clients must send. Prefer the environment variable
             TOKENFORMER_API_KEY: other users can read options in the process list.
         allowed_hosts: Additional host names to accept in the Host header; any disables the check.
