@@ -27,6 +27,7 @@ TINY = {
     "loading": "--sizes tiny",
     "loop": "--batch 1 --length 16",
     "loss": "--tokens 32 --width 16 --vocab 64",
+    "startup": "",
 }
 NAMES = {
     "operator": {"released", "mlp", "reference", "direct", "streamed"},
@@ -38,6 +39,14 @@ NAMES = {
     "loading": {"from_pretrained", "from_pretrained, read", "plain", "GPT-NeoX", "GPT-NeoX, read"},
     "loop": {"loop"},
     "loss": {"plain", "chunked"},
+    "startup": {
+        "import torch",
+        "import transformers",
+        "GPT-NeoX, one token",
+        "tokenformer --help",
+        "inspect",
+        "generate, one token",
+    },
 }
 
 
@@ -47,7 +56,7 @@ def rows_of(name: str, out: Path) -> list[results.Row]:
     return json.loads(out.read_text())[name]["rows"]
 
 
-SLOW = ("growth", "memory", "loading")
+SLOW = ("growth", "memory", "loading", "startup")
 
 
 @pytest.mark.parametrize(

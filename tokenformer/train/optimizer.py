@@ -1,5 +1,6 @@
-"""AdamW with parameter groups: weight decay on matrices only, learning rates by name pattern."""
+"""AdamW with parameter groups: weight decay on matrices only, learning rates by name and tokens."""
 
+import math
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,9 +25,9 @@ def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.O
     for pattern in options.rates:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"rates: no parameter matches {pattern!r}; one is called {names[-1]}")
-    scales = first_scales(model)
+    factors = first_scales(model) | token_factors(model, options)
     for name, parameter in model.named_parameters():
-        rate = rate_of(name, options) * scales.get(name, 1.0)
+        rate = rate_of(name, options) * factors.get(name, 1.0)
         parameter.requires_grad_(rate > 0)
         if rate > 0:
             kind = (rate, parameter.ndim >= 2, mesh_of(parameter))
@@ -57,6 +58,22 @@ def first_scales(model: nn.Module) -> dict[str, float]:
         for name, module in model.named_modules()
         if isinstance(module, Pattention) and isinstance(module.scale_tokens, nn.Parameter)
     }
+
+
+def token_factors(model: nn.Module, options: OptimizerOptions) -> dict[str, float]:
+    """Return the factors of the rate law by parameter name.
+
+    AdamW moves every number by about the rate. All values of a layer with n tokens move its output
+    together, by n times the rate; its keys move it in random directions, by sqrt(n) times the rate.
+    """
+    if options.rate_law == "none":
+        return {}
+    factors = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Pattention):
+            ratio = options.reference_tokens / module.num_tokens
+            factors |= {f"{name}.value_tokens": ratio, f"{name}.key_tokens": math.sqrt(ratio)}
+    return factors
 
 
 def rate_of(name: str, options: OptimizerOptions) -> float:

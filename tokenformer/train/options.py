@@ -69,8 +69,15 @@ class OptimizerOptions:
     rates: dict[str, float] = field(default_factory=dict)
     """Factors on the learning rate of parameters by name pattern: {"*.key_tokens": 0.5}. 0 freezes
     them, without weight decay. The last matching pattern applies."""
+    rate_law: Literal["none", "tokens"] = "none"
+    """`tokens` adapts the learning rate to the number of tokens n of each layer: values learn at
+    reference_tokens / n, keys at the root of that. A rate tuned on a small model then fits a large
+    one, and a growing model keeps its step size."""
+    reference_tokens: int = 32
+    """Number of tokens at which `rate_law: tokens` leaves the learning rate as it is."""
 
     def __post_init__(self) -> None:
+        require(self, 1, "reference_tokens")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate={self.learning_rate} must be above 0")
         if self.clip_norm is not None and not self.clip_norm > 0:
