@@ -4,14 +4,17 @@
     python -m benchmarks.decode --sizes 124m --contexts 1024
 
 Decoding is memory-bound: every new token reads all weights and the KV cache once. The limit is
-summing a tensor of that many bytes, measured in the same rounds. The first token, which includes
-the prefill of the prompt, is timed separately. Context, batch size and feed-forward tokens are
-swept one at a time, with the others at their first value.
+summing a tensor of that many bytes, measured in the same rounds. A round decodes 32 tokens; its
+figure is the median time between two of them. The first token, which includes the prefill of the
+prompt, is a figure of its own. Context, batch size and feed-forward tokens are swept one at a time,
+with the others at their first value.
 """
 
 import statistics
+import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,7 +26,6 @@ from benchmarks.harness import (
     progress,
     ratio,
     run,
-    time_interleaved,
     with_spread,
 )
 from benchmarks.results import Row
@@ -45,6 +47,47 @@ COLUMNS = {
 }
 
 
+class Clock:
+    """A streamer that notes when each token arrives; the prompt comes first."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+class Decoder:
+    """Decodes greedily after `ids`; a call returns the seconds to the first token and to each of
+    the others."""
+
+    def __init__(self, model: Any, ids: torch.Tensor, tokens: int) -> None:
+        self.model, self.ids, self.tokens = model.eval(), ids, tokens
+        model.generation_config.eos_token_id = None  # always decode the same number of tokens
+
+    def __call__(self) -> tuple[float, list[float]]:
+        clock, start = Clock(), time.perf_counter()
+        self.model.generate(
+            self.ids,
+            attention_mask=torch.ones_like(self.ids),
+            pad_token_id=0,
+            max_new_tokens=self.tokens,
+            do_sample=False,
+            streamer=clock,
+        )
+        first, *others = clock.times[1:]
+        return first - start, [b - a for a, b in pairwise([first, *others])]
+
+
+def seconds_of(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
 def measure_case(options: Namespace) -> list[Row]:
     """Measure one combination of context, batch size and feed-forward tokens."""
     options.length = options.context + options.tokens
@@ -59,35 +102,29 @@ def measure_case(options: Namespace) -> list[Row]:
     cache = 2 * options.layers * options.width * options.batch * options.context
     weights = torch.randn(size + cache)
 
-    def decoder(model: Any, tokens: int) -> Any:
-        model = model.eval()
-        model.generation_config.eos_token_id = None  # always decode the same number of tokens
-        inputs = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
-        return lambda: model.generate(ids, **inputs, max_new_tokens=tokens, do_sample=False)
-
-    functions = {name: decoder(model, options.tokens) for name, model in models.items()}
-    # The first token is timed separately and subtracted.
-    first = {f"{name}, first": decoder(model, 1) for name, model in models.items()}
+    decoders = {name: Decoder(model, ids, options.tokens) for name, model in models.items()}
     steps = options.tokens - 1
-    reading = {"reading": lambda: [weights.sum() for _ in range(steps)]}
-    times = time_interleaved({**reading, **functions, **first}, options.rounds)
-    decoded = {
-        name: [a - b for a, b in zip(times[name], times[f"{name}, first"], strict=True)]
-        for name in models
-    }
-    decoded["reading"] = times["reading"]
-    rows = compare(decoded, "reading", against=("released", "GPT-NeoX"))
+    times: dict[str, list[float]] = {name: [] for name in ("reading", *models)}
+    first: dict[str, list[float]] = {name: [] for name in models}
+    for round_number in range(options.rounds + 1):  # the first is a warm-up
+        found = {name: decode() for name, decode in decoders.items()}
+        reading = [seconds_of(weights.sum) for _ in range(steps)]
+        if round_number:
+            times["reading"].append(statistics.median(reading))
+            for name, (prefill, tokens) in found.items():
+                first[name].append(prefill)
+                times[name].append(statistics.median(tokens))
+    rows = compare(times, "reading", against=("released", "GPT-NeoX"))
     for name in ("bf16", *BITS):
         bytes_read = sum(p.numel() * p.itemsize for p in models[name].parameters())
         bytes_read += (2 if name == "bf16" else 4) * cache
         for key in ("share", "share_spread"):
             rows[name][key] *= bytes_read / (4 * weights.numel())
     for name, row in rows.items():
-        seconds, baseline = times[f"{name}, first"], times["GPT-NeoX, first"]
-        speedup, spread = ratio(baseline, seconds)
-        row |= {"first_seconds": statistics.median(seconds), "first_times_GPT-NeoX": speedup}
+        speedup, spread = ratio(first["GPT-NeoX"], first[name])
+        row |= {"first_seconds": statistics.median(first[name]), "first_times_GPT-NeoX": speedup}
         row["first_times_GPT-NeoX_spread"] = spread
-    speed = 4e-9 * weights.numel() * steps / statistics.median(times["reading"])
+    speed = 4e-9 * weights.numel() / statistics.median(times["reading"])
     case = {
         "case": f"{size / 1e6:.0f}M after {options.context}, "
         f"batch {options.batch}, n {options.ffn_tokens}",
@@ -97,7 +134,7 @@ def measure_case(options: Namespace) -> list[Row]:
         "parameters": size,
         "limit_gbytes": speed,
     }
-    return [{**case, **row, "seconds": row["seconds"] / steps} for row in rows.values()]
+    return [{**case, **row} for row in rows.values()]
 
 
 def measure(options: Namespace) -> Iterator[Row]:

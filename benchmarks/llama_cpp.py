@@ -15,7 +15,6 @@ import json
 import statistics
 import subprocess
 import tempfile
-import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.decode import SIZES
+from benchmarks.decode import SIZES, Decoder, seconds_of
 from benchmarks.harness import make_parser, number, progress, ratio, run, with_spread
 from benchmarks.results import Row
 from benchmarks.training import ours
@@ -87,7 +86,7 @@ class LlamaCpp:
         self.process.wait()
 
     def measure(self, format_name: str, context: int) -> Row:
-        """Return the seconds to the first token and of the others."""
+        """Return the seconds to the first token and the median of the others."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([format_name, context]) + "\n")
         self.process.stdin.flush()
@@ -121,9 +120,7 @@ class OurModels:
                 except ValueError as error:
                     progress(f"no {name}: {error}")
                     continue
-            model = TokenformerForCausalLM.from_pretrained(folder, **how).eval()
-            model.generation_config.eos_token_id = None  # always decode the same number of tokens
-            self.models[name] = model
+            self.models[name] = TokenformerForCausalLM.from_pretrained(folder, **how)
 
     def bytes(self, name: str) -> int:
         """Return the bytes of the weights, all of which every token reads."""
@@ -132,20 +129,10 @@ class OurModels:
         return sum(storages.values())
 
     def measure(self, name: str, context: int) -> Row:
-        """Return the seconds to the first token and of the others."""
+        """Return the seconds to the first token and the median of the others."""
         ids = torch.randint(self.models[name].config.vocab_size, (1, context))
-        seconds = []
-        for tokens in (1, self.tokens):
-            start = time.perf_counter()
-            self.models[name].generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                pad_token_id=0,
-                max_new_tokens=tokens,
-                do_sample=False,
-            )
-            seconds.append(time.perf_counter() - start)
-        return {"first": seconds[0], "others": seconds[1] - seconds[0]}
+        first, others = Decoder(self.models[name], ids, self.tokens)()
+        return {"first": first, "others": statistics.median(others)}
 
 
 def measure_context(
@@ -154,22 +141,18 @@ def measure_context(
     """Measure all formats after `context` tokens, in interleaved rounds."""
     cache = 2 * options.layers * options.width * context
     weights = torch.randn(models.parameters + cache)
-    steps = options.tokens - 1
     rounds: list[dict[str, Row]] = []
     reading: list[float] = []
     for round_number in range(options.rounds + 1):  # the first is a warm-up
         progress(f"llama.cpp, after {context} tokens, round {round_number} of {options.rounds}")
-        start = time.perf_counter()
-        for _ in range(steps):
-            weights.sum()
-        reading.append(time.perf_counter() - start)
+        reading.append(statistics.median(seconds_of(weights.sum) for _ in range(options.tokens)))
         times = {}
         for name in models.models:
             times[name] = models.measure(name, context)
             times[FORMATS[name]] = llama.measure(FORMATS[name], context)
         rounds.append(times)
     rounds, reading = rounds[1:], reading[1:]
-    speeds = [4 * weights.numel() * steps / seconds for seconds in reading]
+    speeds = [4 * weights.numel() / seconds for seconds in reading]
     case = {
         "case": f"{models.parameters / 1e6:.0f}M after {context}",
         "context": context,
@@ -182,21 +165,21 @@ def measure_context(
         theirs = FORMATS[name]
         # Our quantized models compute in fp32, which is then the dtype of the KV cache.
         bytes_read = models.bytes(name) + (2 if name == "bf16" else 4) * cache
-        row = timing(rounds, name, [bytes_read * steps / speed for speed in speeds], steps)
+        row = timing(rounds, name, [bytes_read / speed for speed in speeds])
         for key, part in (("times_llama", "others"), ("first_times_llama", "first")):
             both = ([times[side][part] for times in rounds] for side in (name, theirs))
             row[key], row[f"{key}_spread"] = ratio(*both)
         yield {**case, **row, "name": name}
         bytes_read = llama.bytes[theirs] + 2 * cache
-        row = timing(rounds, theirs, [bytes_read * steps / speed for speed in speeds], steps)
+        row = timing(rounds, theirs, [bytes_read / speed for speed in speeds])
         yield {**case, **row, "name": f"llama.cpp {theirs}"}
 
 
-def timing(rounds: list[dict[str, Row]], name: str, limit: list[float], steps: int) -> Row:
+def timing(rounds: list[dict[str, Row]], name: str, limit: list[float]) -> Row:
     """Return the median times of one side, and its share of the limit's speed."""
     first, others = ([times[name][part] for times in rounds] for part in ("first", "others"))
     share, spread = ratio(limit, others)
-    row = {"seconds": statistics.median(others) / steps, "share": share, "share_spread": spread}
+    row = {"seconds": statistics.median(others), "share": share, "share_spread": spread}
     return {**row, "first_seconds": statistics.median(first)}
 
 

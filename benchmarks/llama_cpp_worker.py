@@ -7,8 +7,10 @@ a line with a format and a context on stdin measures one round, whose times are 
 
 import ctypes
 import json
+import statistics
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +84,17 @@ class Decoder:
         return int(np.ctypeslib.as_array(logits, shape=(self.vocab,)).argmax())
 
     def measure(self, prompt: list[int], tokens: int) -> dict[str, float]:
-        """Return the seconds to the first token and of the others."""
+        """Return the seconds to the first token and the median of the others."""
         memory = llama_cpp.llama_get_memory(self.context)
         llama_cpp.llama_memory_clear(memory, True)
         start = time.perf_counter()
         token = self.next_token(prompt)
-        first = time.perf_counter()
+        times = [time.perf_counter()]
         for _ in range(tokens - 1):
             token = self.next_token([token])
-        return {"first": first - start, "others": time.perf_counter() - first}
+            times.append(time.perf_counter())
+        others = [after - before for before, after in pairwise(times)]
+        return {"first": times[0] - start, "others": statistics.median(others)}
 
 
 @llama_cpp.llama_log_callback

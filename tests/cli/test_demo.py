@@ -144,6 +144,7 @@ def test_demo_refuses_a_path_that_is_a_file(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_an_interrupted_demo_says_so_and_leaves_nothing_behind(tmp_path):
     out = tmp_path / "kept"
     command = [*COMMAND, "demo", "--steps", "100000", "--out", str(out)]

@@ -268,6 +268,7 @@ def group_umask():
     os.umask(before)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_library_built_under_umask_002_is_loaded_again(tmp_path, monkeypatch, group_umask):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

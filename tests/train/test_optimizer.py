@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+import tokenformer
 from tokenformer.train.optimizer import make_optimizer, set_rate
 from tokenformer.train.options import OptimizerOptions
 
@@ -38,6 +39,52 @@ def test_rates_by_name_and_the_last_pattern_counts():
     assert not model["norm"].bias.requires_grad
 
 
+def test_the_rate_law_is_per_layer_and_projection(make_config):
+    tokens = {"qkv_tokens": 8, "k_tokens": [4, 16], "output_tokens": 32, "ffn_tokens": [128, 2]}
+    model = tokenformer.TokenformerForCausalLM(make_config("tokenformer", **tokens))
+    options = OptimizerOptions(rate_law="tokens", reference_tokens=32, rates={"*.ffn.*": 0.1})
+    optimizer = make_optimizer(model, options)
+    set_rate(optimizer, 1.0)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    found = {n.removeprefix("model."): rates[id(p)] for n, p in model.named_parameters()}
+    expected = {}
+    for layer, name, count in [
+        *((layer, f"attention.{name}", 8) for layer in (0, 1) for name in "qv"),
+        *((layer, "attention.o", 32) for layer in (0, 1)),
+        *((layer, "attention.k", count) for layer, count in enumerate((4, 16))),
+        *((layer, "ffn", count) for layer, count in enumerate((128, 2))),
+    ]:
+        pattern = 0.1 if name == "ffn" else 1.0
+        expected[f"layers.{layer}.{name}.value_tokens"] = pattern * 32 / count
+        expected[f"layers.{layer}.{name}.key_tokens"] = pattern * (32 / count) ** 0.5
+    assert found == pytest.approx(dict.fromkeys(found, 1.0) | expected)
+    assert expected.keys() <= found.keys()
+
+
+def test_under_the_rate_law_a_step_moves_the_output_equally_with_any_number_of_tokens():
+    """What the law is for: the first step of AdamW on a layer's values, 4 to 256 tokens."""
+
+    def change(tokens: int, rate_law: str) -> float:
+        torch.manual_seed(0)
+        layer = tokenformer.Pattention(64, 64, tokens)
+        x, target = torch.randn(128, 64), torch.randn(128, 64)
+        optimizer = make_optimizer(layer, OptimizerOptions(rate_law=rate_law, weight_decay=0.0))
+        set_rate(optimizer, 1e-4)
+        before = layer(x).detach()
+        (layer(x) * target).sum().backward()
+        optimizer.step()
+        return (layer(x).detach() - before).norm().item()
+
+    plain, law = ([change(n, name) for n in (4, 16, 64, 256)] for name in ("none", "tokens"))
+    assert max(law) < 4 * min(law)
+    assert plain[-1] > 8 * plain[0]
+
+
+def test_a_reference_below_one_is_refused():
+    with pytest.raises(ValueError, match="reference_tokens=0 must be at least 1"):
+        OptimizerOptions(rate_law="tokens", reference_tokens=0)
+
+
 def test_a_pattern_that_matches_nothing_is_refused():
     with pytest.raises(ValueError, match=r"no parameter matches '\*.key_tokenz'"):
         make_optimizer(network(), OptimizerOptions(rates={"*.key_tokenz": 0.0}))
@@ -58,8 +105,6 @@ def test_it_steps():
 
 
 def test_a_learned_scale_moves_by_a_share_of_itself(make_config):
-    import tokenformer
-
     model = tokenformer.TokenformerForCausalLM(make_config("tokenformer", learned_scale=True))
     optimizer = make_optimizer(model, OptimizerOptions(learning_rate=0.01))
     set_rate(optimizer, 0.01)

@@ -73,6 +73,7 @@ def test_stopped_by_a_signal_it_goes_on_to_the_same_losses(recipe, tmp_path):
     assert losses(stopped) == losses(whole)
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_it_ends_with_the_same_losses(recipe, tmp_path):
     check_kills(recipe, tmp_path, kills=2)
 
@@ -152,6 +153,7 @@ def test_a_moving_average_survives_an_interruption_and_is_what_is_exported(recip
     assert (plain / "model" / "model.safetensors").read_bytes() != weights[0]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_under_way_is_not_begun_again(recipe, tmp_path):
     from tokenformer.files import lock_folder
 

@@ -15,7 +15,13 @@ from tokenformer.errors import TrainingError
 from tokenformer.models.language import TokenformerForCausalLM
 from tokenformer.train import checkpoint
 from tokenformer.train.metrics import read_metrics
-from tokenformer.train.options import GrowthOptions, Recipe, ScheduleOptions, StageOptions
+from tokenformer.train.options import (
+    GrowthOptions,
+    OptimizerOptions,
+    Recipe,
+    ScheduleOptions,
+    StageOptions,
+)
 from tokenformer.train.run import Run
 from tokenformer.train.stages import plan, shortened
 from tokenformer.train.text_workload import TextWorkload
@@ -31,6 +37,7 @@ STAGES: list[dict[str, Any]] = [
 def staged(corpus: Path, tmp_path: Path) -> Path:
     path = tmp_path / "staged.yaml"
     sections = {**SECTIONS, "data": {**SECTIONS["data"], "corpus": str(corpus)}, "stages": STAGES}
+    sections["optimizer"] = {**SECTIONS["optimizer"], "rate_law": "tokens"}
     path.write_text(json.dumps(sections))
     return path
 
@@ -85,11 +92,17 @@ def test_two_ranks_grow_as_one_does(staged, tmp_path, parallel):
     assert close(losses(together), losses(alone))
 
 
-def make_run(corpus: Path, folder: Path, *stages: StageOptions, **run: Any) -> Run:
+def make_run(
+    corpus: Path,
+    folder: Path,
+    *stages: StageOptions,
+    optimizer: OptimizerOptions | None = None,
+    **run: Any,
+) -> Run:
     recipe = Recipe(stages=list(stages))
     recipe.model.options = dict(MODEL)
     recipe.data.corpus, recipe.data.length = str(corpus), 32
-    recipe.optimizer.learning_rate = 0.01
+    recipe.optimizer = optimizer or OptimizerOptions(learning_rate=0.01)
     recipe.schedule = ScheduleOptions(warmup_steps=0)
     options = {**SECTIONS["run"], "checkpoint_every": 100, **run}
     for name, value in options.items():
@@ -103,6 +116,30 @@ def tokens(run: Run) -> dict[str, torch.Tensor]:
         for name, parameter in run.loop.task.model.named_parameters()
         if name.endswith("_tokens")
     }
+
+
+def test_the_rate_law_follows_the_tokens_through_growth(corpus, tmp_path):
+    """The rates after growth are those of a new run with as many tokens, per projection."""
+    first = StageOptions(steps=2, schedule=ScheduleOptions(kind="constant", warmup_steps=0))
+    second = StageOptions(steps=2, schedule=first.schedule, grow=GrowthOptions(sizes=SIZES))
+    law = OptimizerOptions(learning_rate=0.01, rate_law="tokens", reference_tokens=50)
+    run = make_run(corpus, tmp_path / "grown", first, second, optimizer=law)
+    run.train(lambda row: None)
+    sizes, rates = MODEL | SIZES, rates_by_name(run.loop.optimizer, run.loop.task.model)
+    for name, rate in rates.items():
+        count = sizes["ffn_tokens"] if ".ffn." in name else sizes["qkv_tokens"]
+        if ".o." in name:
+            count = sizes["output_tokens"]
+        expected = {"value_tokens": 50 / count, "key_tokens": (50 / count) ** 0.5}
+        assert rate == pytest.approx(0.01 * expected.get(name.rpartition(".")[2], 1.0)), name
+    resumed = make_run(corpus, tmp_path / "grown", first, second, optimizer=law)
+    resumed.loop.step()
+    assert rates_by_name(resumed.loop.optimizer, resumed.loop.task.model) == rates
+
+
+def rates_by_name(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, float]:
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    return {name: rates[id(p)] for name, p in model.named_parameters()}
 
 
 def test_frozen_tokens_are_the_same_to_the_bit_and_slow_ones_are_slow(corpus, tmp_path):
@@ -239,6 +276,7 @@ def test_a_mistaken_stage_is_named(staged, tmp_path, stage, message):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_checkpoint_grows_with_its_optimizer_into_a_run_that_goes_on(recipe, tmp_path, capsys):
     small, large = tmp_path / "small", tmp_path / "large"
     assert finish(recipe, small, "--run.steps", "10", "--run.ema", "0.9").returncode == 0

@@ -60,6 +60,7 @@ def test_a_run_measures_once_and_keeps_the_number(corpus, tmp_path, monkeypatch)
     assert not any("threads, this process uses" in line for line in reports)
 
 
+@pytest.mark.slow
 def test_on_the_command_line(recipe, tmp_path):
     for threads in ("auto", "2"):
         out = tmp_path / threads

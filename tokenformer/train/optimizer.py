@@ -1,7 +1,7 @@
 """AdamW with parameter groups: weight decay on matrices only, learning rates by name and tokens."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -54,9 +54,9 @@ def first_scales(model: nn.Module) -> dict[str, float]:
     """Return the initial values of learned scales, as factors on their learning rate: AdamW moves
     every number by about the rate, but a scale is in the hundreds or thousands."""
     return {
-        f"{name}.scale_tokens": module.initial_scale
-        for name, module in model.named_modules()
-        if isinstance(module, Pattention) and isinstance(module.scale_tokens, nn.Parameter)
+        f"{prefix}scale_tokens": layer.initial_scale
+        for prefix, layer in pattention_layers(model)
+        if isinstance(layer.scale_tokens, nn.Parameter)
     }
 
 
@@ -69,11 +69,17 @@ def token_factors(model: nn.Module, options: OptimizerOptions) -> dict[str, floa
     if options.rate_law == "none":
         return {}
     factors = {}
+    for prefix, layer in pattention_layers(model):
+        ratio = options.reference_tokens / layer.num_tokens
+        factors |= {f"{prefix}value_tokens": ratio, f"{prefix}key_tokens": math.sqrt(ratio)}
+    return factors
+
+
+def pattention_layers(model: nn.Module) -> Iterator[tuple[str, Pattention]]:
+    """Yield every Pattention layer with the prefix of its parameters' names."""
     for name, module in model.named_modules():
         if isinstance(module, Pattention):
-            ratio = options.reference_tokens / module.num_tokens
-            factors |= {f"{name}.value_tokens": ratio, f"{name}.key_tokens": math.sqrt(ratio)}
-    return factors
+            yield f"{name}." if name else "", module
 
 
 def rate_of(name: str, options: OptimizerOptions) -> float:

@@ -112,6 +112,7 @@ def test_a_layer_becomes_the_mean_or_the_sum_of_two(theta):
     assert apart.scale == pytest.approx(a.scale + 50)
 
 
+@pytest.mark.slow
 def test_fine_tunes_of_one_model_join_to_something_between_them(text_model, text):
     base = text_model()
     grown, _ = tokenformer.grow(base, qkv_tokens=60, output_tokens=60, ffn_tokens=160)
