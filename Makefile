@@ -15,7 +15,7 @@ test: .venv/.dev            ## all tests except those marked slow, in parallel
 test-slow: .venv/.slow      ## the tests marked slow: compilation, GPU kernels in an interpreter, the whole demo
 	$(BIN)/pytest -m slow
 
-bench: .venv/.dev           ## speed and memory against baselines, about 12 minutes; tables, a results file and a plot
+bench: .venv/.dev           ## speed and memory against baselines, about 25 minutes; tables, a results file and a plot
 	$(BIN)/python -m benchmarks
 
 docs: .venv/.docs           ## build the documentation into site/; fails on a broken link or docstring

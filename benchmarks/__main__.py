@@ -1,6 +1,6 @@
 """Run benchmarks one after the other, each in its own process, and plot the results.
 
-python -m benchmarks                       # all of them, about 20 minutes
+python -m benchmarks                       # all of them, about 25 minutes
 python -m benchmarks operator memory       # a selection
 python -m benchmarks --full --out results.json
 """

@@ -25,6 +25,7 @@ COLOURS = {
     "int8": THIRD,
     "int4": FOURTH,
     "reference": SECOND,
+    "Transformer": SECOND,
     "in memory": SECOND,
     "released": FORMULA,
     "plain": FORMULA,
@@ -263,14 +264,57 @@ def growth(axes: Any, results: Row) -> None:
     legend(axes, names_of(rows))
 
 
+def llama_cpp(axes: Any, results: Row) -> None:
+    rows = [row for row in results["llama_cpp"]["rows"] if "times_llama" in row]
+    names = {"fp32": "auto"}
+    cases: dict[str, list[Row]] = {}
+    for row in rows:
+        # Faster is higher, as in the other panels of speed.
+        shown = {"name": names.get(row["name"], row["name"]), "speedup": 1 / row["times_llama"]}
+        shown["speedup_spread"] = row["times_llama_spread"] / row["times_llama"] ** 2
+        case = f"{row['parameters'] / 1e6:.0f}M\nafter {row['context']:,}"
+        cases.setdefault(case, []).append(shown)
+    shown_rows = [row for group in cases.values() for row in group]
+    bars(axes, shown_rows, cases, "speedup")
+    axes.set_title("Decoding\nat equal bytes per weight", fontsize=10.5, loc="left")
+    axes.set_ylabel("speedup over llama.cpp", color=INK, fontsize=9)
+    axes.axhline(1, color="0.6", linewidth=1, linestyle=(0, (3, 3)))
+    axes.grid(color=PALE, axis="y")
+    legend(axes, names_of(shown_rows))
+
+
+def startup(axes: Any, results: Row) -> None:
+    rows = results["startup"]["rows"]
+    for at, row in enumerate(rows):
+        peer = "transformers" in row["name"] or "GPT-NeoX" in row["name"]
+        ours = OURS if row["name"] != "import torch" else PALE
+        axes.barh(at, row["seconds"], 0.7, color=PEER if peer else ours)
+        axes.annotate(
+            f"{row['seconds']:.1f}",
+            (row["seconds"], at),
+            xytext=(3, 0),
+            textcoords="offset points",
+            verticalalignment="center",
+            fontsize=7,
+            color=INK,
+        )
+    axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
+    axes.invert_yaxis()
+    axes.set_title("Start-up\nwhole commands", fontsize=10.5, loc="left")
+    axes.set_xlabel("CPU seconds", color=INK, fontsize=9)
+    axes.grid(color=PALE, axis="x")
+
+
 PANELS: list[tuple[str, Callable[[Any, Row], None]]] = [
     ("operator", operator),
     ("narrow", narrow),
     ("training", training),
     ("decode", decode),
+    ("llama_cpp", llama_cpp),
     ("memory", memory),
     ("loading", loading),
     ("growth", growth),
+    ("startup", startup),
 ]
 
 

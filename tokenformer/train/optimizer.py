@@ -68,7 +68,7 @@ def token_factors(model: nn.Module, options: OptimizerOptions) -> dict[str, floa
     """
     if options.rate_law == "none":
         return {}
-    factors = {}
+    factors: dict[str, float] = {}
     for prefix, layer in pattention_layers(model):
         ratio = options.reference_tokens / layer.num_tokens
         factors |= {f"{prefix}value_tokens": ratio, f"{prefix}key_tokens": math.sqrt(ratio)}
