@@ -168,7 +168,11 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     options.out.mkdir(parents=True, exist_ok=True)
     results = options.out / "results.jsonl"
-    finished = {row["key"] for row in map(json.loads, results.read_text().splitlines())} if results.exists() else set()
+    finished = (
+        {row["key"] for row in map(json.loads, results.read_text().splitlines())}
+        if results.exists()
+        else set()
+    )
     trainings = dict.fromkeys(t for name in options.only for t in PLANS[name])
     missing = [training for training in trainings if training.key not in finished]
     print(f"{len(trainings)} runs, {len(missing)} of them to do", flush=True)

@@ -1,6 +1,7 @@
 """Native code for a few rows against the reference, and fallbacks without a compiler."""
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -25,6 +26,12 @@ from tokenformer.ops.backends.native.library import library
 
 needs_compiler = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 thetas = pytest.mark.parametrize("theta", list(THETAS))
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_a_compiler_that_is_there_builds_the_library():
+    """Without it every test of native code would be skipped."""
+    assert library() is not None
 
 
 @pytest.fixture(autouse=True)

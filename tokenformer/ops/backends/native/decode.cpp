@@ -275,7 +275,7 @@ static void end_weights(float *scores, Range mine, Rule by, float scale, const f
   if (by.theta == GELU_L2 || by.theta == SOFTMAX) return;
   if (by.is_tanh) {
 #pragma omp simd
-    for (long i = mine.start; i < mine.stop; i++) scores[i] *= below_by_tanh(scores[i]);
+    for (long i = mine.start; i < mine.stop; i++) scores[i] *= normal_by_tanh(scores[i]).below;
   } else {
 #pragma omp simd
     for (long i = mine.start; i < mine.stop; i++) scores[i] *= normal(scores[i]).below;

@@ -75,6 +75,7 @@ struct Group {
   float *dvalues;       // [n, d_out]
   int64_t n, d_out;
   float root, eps;
+  int is_tanh;          // GELU by its tanh approximation
 };
 
 struct Layers {
@@ -87,9 +88,15 @@ struct Layers {
   Group groups[3];
 };
 
+template <int is_tanh>
+static inline Normal gelu_parts(float x) {
+  return is_tanh ? normal_by_tanh(x) : normal(x);
+}
+
 // scores [rows, n], rows `wide` apart, -> weights = gelu(f scores) and stats (f, norm) of each row,
 // with f = root / (norm + eps); f is 0 and the norm infinite for a zero row. Scores and weights may
 // be the same memory.
+template <int is_tanh>
 static void fill_weights(const float *scores, float *weights, int64_t wide, int64_t rows,
                          const Group &group, float *stats, int64_t stats_wide) {
   for (int64_t r = 0; r < rows; r++) {
@@ -104,13 +111,14 @@ static void fill_weights(const float *scores, float *weights, int64_t wide, int6
 #pragma omp simd
     for (int64_t i = 0; i < group.n; i++) {
       float x = f * a[i];
-      w[i] = x * normal(x).below;
+      w[i] = x * gelu_parts<is_tanh>(x).below;
     }
   }
 }
 
 // grad [rows, n] of the weights becomes that of the scores; weights are filled, and sums with the
 // gradients of the rows' f.
+template <int is_tanh>
 static void backward_weights(const float *scores, float *grad, float *weights, int64_t wide,
                              int64_t rows, const Group &group, const float *stats,
                              int64_t stats_wide, float *sums, int64_t sums_wide) {
@@ -120,7 +128,7 @@ static void backward_weights(const float *scores, float *grad, float *weights, i
 #pragma omp simd reduction(+ : total)
     for (int64_t i = 0; i < group.n; i++) {
       float x = f * a[i];
-      Normal at = normal(x);
+      Normal at = gelu_parts<is_tanh>(x);
       w[i] = x * at.below;
       g[i] *= at.below + x * at.density;
       total += g[i] * a[i];
@@ -155,8 +163,9 @@ extern "C" void fused_forward(const Layers *layers, float *scratch) {
       product.by_transposed(l.x + first * l.d_in, l.keys, scores, l.n, count, l.n, l.d_in);
       for (int g = 0; g < l.count; g++) {
         const Group &group = l.groups[g];
-        fill_weights(scores + token, weights + token, l.n, count, group,
-                     l.stats + 2 * (first * l.count + g), 2 * l.count);
+        auto fill = group.is_tanh ? fill_weights<1> : fill_weights<0>;
+        fill(scores + token, weights + token, l.n, count, group,
+             l.stats + 2 * (first * l.count + g), 2 * l.count);
         product.plain(weights + token, l.n, group.values, group.out + first * group.d_out, count,
                       group.d_out, group.n);
         token += group.n;
@@ -183,9 +192,10 @@ extern "C" void fused_backward(const Layers *layers, int64_t most_rows, float *d
         float *block = dscores + first * l.n + token;
         product.by_transposed(group.grad + row * group.d_out, group.values, block, l.n, count,
                               group.n, group.d_out);
-        backward_weights(l.scores + row * l.n + token, block, weights + first * l.n + token, l.n,
-                         count, group, l.stats + 2 * (row * l.count + g), 2 * l.count,
-                         sums + row * l.count + g, l.count);
+        auto backward = group.is_tanh ? backward_weights<1> : backward_weights<0>;
+        backward(l.scores + row * l.n + token, block, weights + first * l.n + token, l.n, count,
+                 group, l.stats + 2 * (row * l.count + g), 2 * l.count, sums + row * l.count + g,
+                 l.count);
         token += group.n;
       }
       product.plain(dscores + first * l.n, l.n, l.keys, dx + row * l.d_in, count, l.d_in, l.n);

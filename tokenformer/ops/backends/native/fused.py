@@ -41,7 +41,7 @@ class GroupGradients(NamedTuple):
 
 
 def supports(x: Tensor, *groups: TokenGroup) -> bool:
-    """Whether native code can take these layers: `l2_gelu` with exact GELU, fp32 on a CPU."""
+    """Whether native code can take these layers: `l2_gelu`, fp32 on a CPU."""
     return (
         x.is_cpu
         and x.dtype is torch.float32
@@ -55,7 +55,6 @@ def is_supported(group: TokenGroup) -> bool:
     keys, values, options = group
     return (
         options.theta == "l2_gelu"
-        and options.approximate == "none"
         and keys.dtype is values.dtype is torch.float32
         and keys.is_contiguous()
         and values.is_contiguous()
@@ -149,6 +148,7 @@ def make_layers(
         place.values = values.data_ptr()
         place.n, place.d_out = values.shape
         place.root, place.eps = float(options.scale) ** 0.5, options.eps
+        place.is_tanh = options.approximate == "tanh"
     return layers
 
 

@@ -115,6 +115,7 @@ class FusedGroup(ctypes.Structure):
         *((name, Pointer) for name in ("values", "out", "grad", "dvalues")),
         *((name, Int64) for name in ("n", "d_out")),
         *((name, Float) for name in ("root", "eps")),
+        ("is_tanh", Int),
     )
 
 

@@ -47,9 +47,9 @@ static inline Normal normal(float x) {
   return {x > 0 ? 1 - tail : tail, 0.3989422804f * e};
 }
 
-// GELU's tanh approximation of P(N < x): (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)).
-static inline float below_by_tanh(float x) {
+// GELU's tanh approximation of these: (1 + tanh(y)) / 2 = 1 / (1 + exp(-2 y)), and its derivative.
+static inline Normal normal_by_tanh(float x) {
   float y = 1.5957691216f * (x + 0.044715f * x * x * x);
-  float e = exp_of_minus(std::fabs(y));
-  return (y > 0 ? 1 : e) / (1 + e);
+  float e = exp_of_minus(std::fabs(y)), above = 1 / (1 + e);
+  return {(y > 0 ? 1 : e) * above, 1.5957691216f * (1 + 0.134145f * x * x) * e * above * above};
 }
