@@ -23,6 +23,9 @@ from typing import Any
 
 VOCAB = 257
 LENGTH, BATCH = 128, 16
+RATE = 8e-3
+"""The best learning rate under the rate law, of those in `RATES`."""
+RATES = {"none": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), "tokens": (2e-3, 4e-3, 8e-3, 1.6e-2)}
 VALIDATIONS = 16
 """Validations in the last stage of a run, on 256 sequences."""
 
@@ -36,13 +39,15 @@ class Training:
     many."""
     shares: tuple[float, ...] = (1.0,)
     """Shares of the compute that the stages get."""
-    rate: float = 1.6e-2
+    rate: float = RATE
+    embedding_rate: float = 4.0
+    """Factor on the learning rate of the embedding, which is also the output head."""
     rate_law: str = "tokens"
     init: str = "random"
     scale: str | None = None
     optimizer_state: str = "keep"
     warmup_after_growth: int = 0
-    decay: float = 0.8
+    decay: float = 0.3
     """Share of the compute over which the learning rate decays, at the end."""
     family: str = "tokenformer"
     """A `transformer` has as many parameters as the TokenFormer of these tokens."""
@@ -57,6 +62,11 @@ class Training:
         """What differs from the default, as JSON."""
         default = asdict(Training())
         return json.dumps({k: v for k, v in asdict(self).items() if v != default[k]})
+
+    @classmethod
+    def from_row(cls, row: dict[str, Any]) -> "Training":
+        options = json.loads(row["key"])
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
 
     def config(self, tokens: int) -> Any:
         from tokenformer.models.accounting import matching_transformer
@@ -93,7 +103,8 @@ class Training:
             StageOptions,
         )
 
-        recipe = Recipe(optimizer=OptimizerOptions(self.rate, rate_law=self.rate_law))
+        rates = {"*.embed_tokens.*": self.embedding_rate}
+        recipe = Recipe(optimizer=OptimizerOptions(self.rate, rates=rates, rate_law=self.rate_law))
         recipe.model.family = self.family
         recipe.model.options = model_options(self.config(self.tokens[0]))
         recipe.data.corpus, recipe.data.length = str(corpus), LENGTH
@@ -149,13 +160,58 @@ def train(corpus: Path, out: Path, training: Training) -> dict[str, Any]:
     ]
     shutil.rmtree(folder)
     return {
-        **json.loads(training.key),
+        "key": training.key,
         "steps": training.steps(),
         "bits_per_byte": curve[-1][-1],
         "seconds": round(rows[-1]["seconds"], 1),
         "skipped": sum("problem" in row for row in rows),
         "curve": curve,
     }
+
+
+def rates_plan() -> list[Training]:
+    """Learning rates for 16 times the tokens, with and without the law; then other shapes."""
+    shapes = [(128, 2, (8, 32, 64, 128)), (64, 2, (8, 32, 128)), (128, 4, (8, 32, 128))]
+    return [
+        Training((n,), rate=rate, rate_law=law, width=width, layers=layers)
+        for width, layers, counts in shapes
+        for n in counts
+        for law in ("tokens", "none")
+        for rate in RATES[law]
+    ]
+
+
+def embedding_plan() -> list[Training]:
+    return [
+        Training((n,), embedding_rate=factor) for n in (8, 32) for factor in (1.0, 2.0, 4.0, 8.0)
+    ]
+
+
+def transformer_plan() -> list[Training]:
+    return [
+        Training(family="transformer", rate_law="none", rate=rate, embedding_rate=factor)
+        for factor in (1.0, 4.0)
+        for rate in (1e-3, 2e-3, 4e-3, 8e-3)
+    ]
+
+
+GROWN = {"tokens": (16, 32), "shares": (0.2, 0.8)}
+ARMS = {
+    "from scratch": Training(),
+    "small, never grown": Training((16,)),
+    "grown, random": Training(**GROWN),
+    "grown, zero_value": Training(**GROWN, init="zero_value"),
+    "grown, zero": Training(**GROWN, init="zero"),
+    "grown, clone": Training(**GROWN, init="clone"),
+}
+PLANS = {
+    "rates": [t for t in rates_plan() if (t.width, t.layers) == (128, 2)],
+    "shapes": rates_plan(),
+    "embedding": embedding_plan(),
+    "transformer": transformer_plan(),
+    "growth": list(ARMS.values()),
+    "seeds": [replace(arm, seed=seed) for seed in (0, 1, 2) for arm in ARMS.values()],
+}
 
 
 def main() -> None:

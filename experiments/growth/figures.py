@@ -1,0 +1,138 @@
+"""Tables and plots of the growth study, from the rows that `study.py` wrote.
+
+    python experiments/growth/figures.py experiments/growth/results.jsonl --out docs/images
+
+Writes rate-law.png (final loss over the learning rate, with and without the rate law) and
+growth-study.png (final losses of the ways to grow, one dot per seed), and prints their tables.
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from study import ARMS, Training, sizes
+
+Row = dict[str, Any]
+SHAPES = [(128, 2), (64, 2), (128, 4)]
+COLOURS = ("#56b4e9", "#0072b2", "#009e73", "#e69f00", "#d55e00")
+INK, PALE = "0.35", "0.92"
+
+
+def read_rows(path: Path) -> dict[str, Row]:
+    return {row["key"]: row for row in map(json.loads, path.read_text().splitlines())}
+
+
+def shape_options(width: int, layers: int, rate_law: str) -> dict[str, Any]:
+    """Return the options that the runs of one panel share."""
+    default = Training()
+    shared = {"seed": 0, "family": "tokenformer", "embedding_rate": default.embedding_rate}
+    return {**shared, "width": width, "layers": layers, "rate_law": rate_law}
+
+
+def rate_curves(rows: Iterable[Row], **fixed: Any) -> dict[int, list[tuple[float, float]]]:
+    """Return (rate, bits per byte) of the models from scratch with these options, by tokens."""
+    curves = defaultdict(list)
+    for row in rows:
+        training = Training.from_row(row)
+        if len(training.tokens) == 1 and all(getattr(training, k) == v for k, v in fixed.items()):
+            curves[training.tokens[0]].append((training.rate, row["bits_per_byte"]))
+    return {tokens: sorted(points) for tokens, points in sorted(curves.items())}
+
+
+def draw_rates(rows: list[Row], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    shapes = [shape for shape in SHAPES if rate_curves(rows, **shape_options(*shape, "tokens"))]
+    figure = Figure(figsize=(1 + 3.4 * len(shapes), 7.5), layout="constrained")
+    grid = figure.subplots(2, len(shapes), squeeze=False, sharey="col")
+    for column, (width, layers) in enumerate(shapes):
+        for line, law in enumerate(("none", "tokens")):
+            axes = grid[line][column]
+            curves = rate_curves(rows, **shape_options(width, layers, law))
+            for colour, (tokens, points) in zip(COLOURS, curves.items(), strict=False):
+                rates, bits = zip(*points, strict=True)
+                label = f"{tokens} and {sizes(tokens)['ffn_tokens']} tokens"
+                axes.plot(rates, bits, "o-", color=colour, markersize=3.5, label=label)
+                best = min(points, key=lambda point: point[1])
+                axes.plot(*best, "o", color=colour, markersize=8, fillstyle="none")
+            axes.set_xscale("log")
+            axes.grid(color=PALE)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.tick_params(colors=INK, labelsize=8)
+            title = "one rate for all" if law == "none" else "rate_law: tokens"
+            axes.set_title(f"{title}\nwidth {width}, {layers} layers", fontsize=10, loc="left")
+    for axes in grid[-1]:
+        axes.set_xlabel("learning rate", color=INK, fontsize=9)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("held-out bits per byte", color=INK, fontsize=9)
+    grid[0][0].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def draw_arms(arms: dict[str, list[Row]], path: Path) -> None:
+    """One line per arm: a dot per seed, and the mean."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 0.36 * len(arms) + 1.2), layout="constrained")
+    axes = figure.add_subplot()
+    for place, (name, rows) in enumerate(arms.items()):
+        bits = [row["bits_per_byte"] for row in rows]
+        colour = "#0072b2" if "grown" in name else "#6b6b6b"
+        axes.plot(bits, [place] * len(bits), "o", color=colour, alpha=0.45, markersize=5)
+        axes.plot(mean(bits), place, "|", color=colour, markersize=16, markeredgewidth=2)
+    axes.set_yticks(range(len(arms)), arms)
+    axes.invert_yaxis()
+    axes.set_xlabel("held-out bits per byte at equal compute; a dot is a seed", color=INK)
+    axes.grid(color=PALE, axis="x")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(length=0, colors=INK, labelsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def by_arm(rows: dict[str, Row]) -> dict[str, list[Row]]:
+    """Return the finished runs of every arm, one per seed."""
+    found = {}
+    for name, arm in ARMS.items():
+        seeds = [replace(arm, seed=seed).key for seed in range(10)]
+        if finished := [rows[key] for key in seeds if key in rows]:
+            found[name] = finished
+    return found
+
+
+def print_arms(arms: dict[str, list[Row]]) -> None:
+    print("| | bits per byte, mean | seeds |\n|---|---|---|")
+    for name, rows in arms.items():
+        bits = [row["bits_per_byte"] for row in rows]
+        print(f"| {name} | {mean(bits):.3f} | {', '.join(f'{b:.3f}' for b in bits)} |")
+
+
+def print_rates(rows: list[Row]) -> None:
+    for width, layers in SHAPES:
+        for law in ("none", "tokens"):
+            print(f"\nwidth {width}, {layers} layers, rate_law: {law}")
+            for tokens, points in rate_curves(rows, **shape_options(width, layers, law)).items():
+                cells = "  ".join(f"{rate:.0e} {bits:.3f}" for rate, bits in points)
+                best = min(points, key=lambda point: point[1])
+                print(f"  {tokens:4} tokens: {cells}   best {best[0]:.1e}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the plots")
+    options = parser.parse_args()
+    rows = read_rows(options.results)
+    print_rates(list(rows.values()))
+    draw_rates(list(rows.values()), options.out / "rate-law.png")
+    if arms := by_arm(rows):
+        print_arms(arms)
+        draw_arms(arms, options.out / "growth-study.png")
+
+
+if __name__ == "__main__":
+    main()
