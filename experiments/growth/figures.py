@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from study import ARMS, Training, sizes
+from study import ARMS, RATES, Training, sizes
 
 Row = dict[str, Any]
 SHAPES = [(128, 2), (64, 2), (128, 4)]
@@ -48,29 +48,31 @@ def draw_rates(rows: list[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
     shapes = [shape for shape in SHAPES if rate_curves(rows, **shape_options(*shape, "tokens"))]
-    figure = Figure(figsize=(1 + 3.4 * len(shapes), 7.5), layout="constrained")
-    grid = figure.subplots(2, len(shapes), squeeze=False, sharey="col")
-    for column, (width, layers) in enumerate(shapes):
-        for line, law in enumerate(("none", "tokens")):
-            axes = grid[line][column]
+    figure = Figure(figsize=(9, 3.9 * len(shapes)), layout="constrained")
+    grid = figure.subplots(len(shapes), 2, squeeze=False, sharex=True, sharey="row")
+    ticks = sorted({rate for rates in RATES.values() for rate in rates})
+    for line, (width, layers) in zip(grid, shapes, strict=True):
+        for axes, law in zip(line, ("none", "tokens"), strict=True):
             curves = rate_curves(rows, **shape_options(width, layers, law))
             for colour, (tokens, points) in zip(COLOURS, curves.items(), strict=False):
                 rates, bits = zip(*points, strict=True)
                 label = f"{tokens} and {sizes(tokens)['ffn_tokens']} tokens"
                 axes.plot(rates, bits, "o-", color=colour, markersize=3.5, label=label)
                 best = min(points, key=lambda point: point[1])
-                axes.plot(*best, "o", color=colour, markersize=8, fillstyle="none")
+                axes.plot(*best, "o", color=colour, markersize=9, fillstyle="none")
             axes.set_xscale("log")
+            axes.set_xticks(ticks, [f"{1000 * tick:g}e-3" for tick in ticks])
+            axes.minorticks_off()
             axes.grid(color=PALE)
             axes.spines[["top", "right"]].set_visible(False)
             axes.tick_params(colors=INK, labelsize=8)
-            title = "one rate for all" if law == "none" else "rate_law: tokens"
+            axes.set_xlabel("learning rate", color=INK, fontsize=9)
+            title = "one rate for all layers" if law == "none" else "rate_law: tokens"
             axes.set_title(f"{title}\nwidth {width}, {layers} layers", fontsize=10, loc="left")
-    for axes in grid[-1]:
-        axes.set_xlabel("learning rate", color=INK, fontsize=9)
-    for axes in grid[:, 0]:
-        axes.set_ylabel("held-out bits per byte", color=INK, fontsize=9)
-    grid[0][0].legend(frameon=False, fontsize=8)
+        line[0].set_ylabel("held-out bits per byte", color=INK, fontsize=9)
+    grid[0][0].legend(
+        frameon=False, fontsize=8, title="attention and feed-forward", title_fontsize=8
+    )
     figure.savefig(path, dpi=150)
 
 

@@ -1,57 +1,79 @@
-"""The growth study, for a few steps: it runs, resumes and prints its tables."""
+"""The growth study, for a few steps: it runs, resumes, and its figures are drawn."""
 
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-STUDY = Path(__file__).parents[2] / "experiments" / "growth" / "study.py"
+FOLDER = Path(__file__).parents[2] / "experiments" / "growth"
 
 
-def load_study():
-    spec = importlib.util.spec_from_file_location("growth_study", STUDY)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["growth_study"] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`study` and `figures`, which imports it as a script beside it does."""
+    found = []
+    for name in ("study", "figures"):
+        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        found.append(module)
+    return found
+
+
+def test_runs_compare_at_equal_compute(modules):
+    study, _ = modules
+    for training in [
+        study.Training((8,)),
+        study.Training((8, 16), (0.3, 0.7)),
+        *study.PLANS["transformer"],
+    ]:
+        from tokenformer.models.accounting import training_flops
+
+        flops = sum(
+            steps * study.BATCH * sum(training_flops(training.config(n), study.LENGTH).values())
+            for steps, n in zip(training.steps(), training.tokens, strict=True)
+        )
+        assert flops == pytest.approx(training.compute, rel=0.01)
+        assert study.Training.from_row({"key": training.key}) == training
+
+
+def test_the_published_results_are_runs_of_the_study(modules):
+    study, figures = modules
+    rows = figures.read_rows(FOLDER / "results.jsonl")
+    planned = {training.key for plan in study.PLANS.values() for training in plan}
+    assert rows
+    assert rows.keys() <= planned
+    assert all(row["curve"][-1][-1] == row["bits_per_byte"] for row in rows.values())
 
 
 @pytest.mark.slow
-def test_study_runs_and_resumes(corpus, tmp_path, monkeypatch, capsys):
-    study = load_study()
-    tiny = study.Regime(study.tokens(8, 16), study.tokens(16, 40), 25, 4, 1)
-    monkeypatch.setitem(study.REGIMES, "short", tiny)
-    arguments = [
-        "study",
-        str(corpus),
-        "--out",
-        str(tmp_path),
-        "--workers",
-        "1",
-        "--seeds",
-        "0",
-        "1",
-    ]
-    arguments += ["--only", "zero, mean", "zero_value, after the decay", "large from scratch"]
+def test_study_runs_and_resumes(modules, corpus, tmp_path, monkeypatch, capsys):
+    study, figures = modules
+    tiny = study.Training(compute=2e10)
+    grown = replace(tiny, tokens=(8, 32), shares=(0.4, 0.6))
+    slow = replace(tiny, rate_law="none", rate=1e-3)
+    monkeypatch.setitem(study.PLANS, "rates", [tiny, slow, grown])
+    monkeypatch.setattr(figures, "ARMS", {"from scratch": tiny, "grown": grown})
+    arguments = ["study", str(corpus), "--out", str(tmp_path), "--workers", "1", "--only", "rates"]
     monkeypatch.setattr(sys, "argv", arguments)
     study.main()
-    first = (tmp_path / "results-short.jsonl").read_text()
-    results = [json.loads(line) for line in first.splitlines()]
-    assert [(r["name"], r["seed"]) for r in results] == [
-        (n, s) for s in (0, 1) for n in arguments[-3:]
-    ]
-    grown, decayed, alone = results[:3]
-    assert grown["at_growth"] in [bits for step, _, bits in grown["curve"] if step == 25]
-    assert decayed["tokens"] == grown["tokens"]
-    assert (tmp_path / "small-decayed-0").exists()
-    assert alone["at_growth"] is None
-    assert alone["flops"] == pytest.approx(grown["flops"], rel=0.02), "the same compute"
-    assert alone["tokens"] < grown["tokens"], "in fewer, larger steps"
-    assert (tmp_path / "curves-short.png").read_bytes().startswith(b"\x89PNG")
-    printed = capsys.readouterr().out.splitlines()
-    mean = (results[0]["end"] + results[3]["end"]) / 2
-    assert f"{mean:.3f} ± " in next(line for line in printed if line.startswith("| zero, mean |"))
-    study.main()  # everything is trained already
-    assert (tmp_path / "results-short.jsonl").read_text() == first
+    results = tmp_path / "results.jsonl"
+    rows = figures.read_rows(results)
+    assert list(rows) == [training.key for training in (tiny, slow, grown)]
+    assert len(json.loads(results.read_text().splitlines()[-1])["steps"]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"], "runs are cleaned up"
+    capsys.readouterr()
+    study.main()
+    assert "3 runs, 0 of them to do" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["figures", str(results), "--out", str(tmp_path)])
+    figures.main()
+    assert f"| grown | {rows[grown.key]['bits_per_byte']:.3f} |" in capsys.readouterr().out
+    for name in ("rate-law.png", "growth-study.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
