@@ -246,6 +246,7 @@ def kill_after_progress(command: list[str], out: Path) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_run_killed_repeatedly_equals_an_uninterrupted_one(tmp_path, sources, tokenizer):
     options = ["--tokenizer", tokenizer, "--shard_tokens", 300_000, "--workers", 2]
     whole = run(sources, "--out", tmp_path / "whole", *options)

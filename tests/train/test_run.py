@@ -120,6 +120,7 @@ def unfinished(out: Path) -> bool:
     return any((out / "checkpoints").glob(".*"))
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(recipe, tmp_path):
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     assert finish(recipe, whole).returncode == 0

@@ -109,6 +109,7 @@ def test_tokens_and_batch_are_spread_over_a_grid_of_four(corpus, tmp_path):
         assert_same_model(tmp_path / name, tmp_path / "one")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "tolerance"),
     [
