@@ -4,16 +4,16 @@
     python -m benchmarks.decode --sizes 124m --contexts 1024
 
 Decoding is memory-bound: every new token reads all weights and the KV cache once. The limit is
-summing a tensor of that many bytes, measured in the same rounds. A round decodes 32 tokens; its
-figure is the median time between two of them. The first token, which includes the prefill of the
-prompt, is a figure of its own. Context, batch size and feed-forward tokens are swept one at a time,
-with the others at their first value.
+summing a tensor of that many bytes, measured in the same rounds. A round decodes `--tokens` tokens;
+its figure is the median time between two of them. The first token, which includes the prefill of
+the prompt, is a figure of its own. Context, batch size and feed-forward tokens are swept one at a
+time, with the others at their first value.
 """
 
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +26,7 @@ from benchmarks.harness import (
     progress,
     ratio,
     run,
+    seconds_of,
     with_spread,
 )
 from benchmarks.results import Row
@@ -78,14 +79,8 @@ class Decoder:
             do_sample=False,
             streamer=clock,
         )
-        first, *others = clock.times[1:]
-        return first - start, [b - a for a, b in pairwise([first, *others])]
-
-
-def seconds_of(function: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
+        tokens = clock.times[1:]
+        return tokens[0] - start, [after - before for before, after in pairwise(tokens)]
 
 
 def measure_case(options: Namespace) -> list[Row]:
@@ -103,12 +98,11 @@ def measure_case(options: Namespace) -> list[Row]:
     weights = torch.randn(size + cache)
 
     decoders = {name: Decoder(model, ids, options.tokens) for name, model in models.items()}
-    steps = options.tokens - 1
     times: dict[str, list[float]] = {name: [] for name in ("reading", *models)}
     first: dict[str, list[float]] = {name: [] for name in models}
     for round_number in range(options.rounds + 1):  # the first is a warm-up
         found = {name: decode() for name, decode in decoders.items()}
-        reading = [seconds_of(weights.sum) for _ in range(steps)]
+        reading = [seconds_of(weights.sum) for _ in range(options.tokens)]
         if round_number:
             times["reading"].append(statistics.median(reading))
             for name, (prefill, tokens) in found.items():

@@ -37,11 +37,16 @@ def time_interleaved(
     for round_number in range(rounds + 1):
         for name, function in functions.items():
             before()
-            start = time.perf_counter()
-            function()
+            seconds = seconds_of(function)
             if round_number:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(seconds)
     return times
+
+
+def seconds_of(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
 
 
 def ratio(over: list[float], under: list[float]) -> tuple[float, float]:

@@ -22,8 +22,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.decode import SIZES, Decoder, seconds_of
-from benchmarks.harness import make_parser, number, progress, ratio, run, with_spread
+from benchmarks.decode import SIZES, Decoder
+from benchmarks.harness import (
+    make_parser,
+    number,
+    progress,
+    ratio,
+    run,
+    seconds_of,
+    with_spread,
+)
 from benchmarks.results import Row
 from benchmarks.training import ours
 

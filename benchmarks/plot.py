@@ -17,6 +17,7 @@ FORMULA, PEER = "#d55e00", "#6b6b6b"
 COLOURS = {
     "direct": OURS,
     "auto": OURS,
+    "fp32": OURS,
     "tokenformer": OURS,
     "from_pretrained": OURS,
     "on disk": OURS,
@@ -77,12 +78,17 @@ def names_of(rows: list[Row]) -> list[str]:
     return list(dict.fromkeys(row["name"] for row in rows))
 
 
-def share_axis(axes: Any, title: str, limit: str) -> None:
+def ratio_axis(axes: Any, title: str, label: str) -> None:
+    """Label the axis of a ratio and draw the line where both are equal."""
     axes.set_title(title, fontsize=10.5, loc="left")
-    axes.set_ylabel(f"share of {limit}", color=INK, fontsize=9)
+    axes.set_ylabel(label, color=INK, fontsize=9)
     axes.axhline(1, color="0.6", linewidth=1, linestyle=(0, (3, 3)))
-    axes.set_ylim(0, max(1.08, 1.05 * axes.get_ylim()[1]))
     axes.grid(color=PALE, axis="y")
+
+
+def share_axis(axes: Any, title: str, limit: str) -> None:
+    ratio_axis(axes, title, f"share of {limit}")
+    axes.set_ylim(0, max(1.08, 1.05 * axes.get_ylim()[1]))
 
 
 def lines(axes: Any, rows: list[Row], x: str, y: str, spread: str | None = None) -> None:
@@ -181,10 +187,7 @@ def narrow(axes: Any, results: Row) -> None:
             row["case"].replace(": ", "\n").replace("layers, ", "layers\n"), []
         ).append(row)
     bars(axes, rows, cases, "times_nanoGPT")
-    axes.set_title("Training step of small models\noptimizer included", fontsize=10.5, loc="left")
-    axes.set_ylabel("speedup over nanoGPT", color=INK, fontsize=9)
-    axes.axhline(1, color="0.6", linewidth=1, linestyle=(0, (3, 3)))
-    axes.grid(color=PALE, axis="y")
+    ratio_axis(axes, "Training step of small models\noptimizer included", "speedup over nanoGPT")
     legend(axes, names_of(rows))
 
 
@@ -202,10 +205,7 @@ def decode(axes: Any, results: Row) -> None:
         case = f"{row['parameters'] / 1e6:.0f}M\nafter {row['context']:,}\nbatch {row['batch']}"
         cases.setdefault(case, []).append(row)
     bars(axes, rows, cases, "times_GPT-NeoX")
-    axes.set_title("Decoding\none token at a time", fontsize=10.5, loc="left")
-    axes.set_ylabel("speedup over GPT-NeoX", color=INK, fontsize=9)
-    axes.axhline(1, color="0.6", linewidth=1, linestyle=(0, (3, 3)))
-    axes.grid(color=PALE, axis="y")
+    ratio_axis(axes, "Decoding\none token at a time", "speedup over GPT-NeoX")
     legend(axes, names_of(rows))
 
 
@@ -244,10 +244,7 @@ def loading(axes: Any, results: Row) -> None:
         cases.setdefault(case, []).append(seconds)
     shown = [row for group in cases.values() for row in group]
     bars(axes, shown, cases, "times_reading")
-    axes.axhline(1, color="0.6", linewidth=1, linestyle=(0, (3, 3)))
-    axes.set_title("Loading a folder\nin the page cache", fontsize=10.5, loc="left")
-    axes.set_ylabel("time / reading its files once", color=INK, fontsize=9)
-    axes.grid(color=PALE, axis="y")
+    ratio_axis(axes, "Loading a folder\nin the page cache", "time / reading its files once")
     legend(axes, names_of(shown))
 
 
@@ -257,29 +254,24 @@ def growth(axes: Any, results: Row) -> None:
     for row in rows:
         cases.setdefault(row["case"], []).append(row)
     bars(axes, rows, cases, "times_copy")
-    axes.axhline(1, color="0.6", linewidth=1, linestyle=(0, (3, 3)))
-    axes.set_title("Growing a folder\nread, grown, written, synced", fontsize=10.5, loc="left")
-    axes.set_ylabel("time / copying the grown folder", color=INK, fontsize=9)
-    axes.grid(color=PALE, axis="y")
+    ratio_axis(
+        axes, "Growing a folder\nread, grown, written, synced", "time / copying the grown folder"
+    )
     legend(axes, names_of(rows))
 
 
 def llama_cpp(axes: Any, results: Row) -> None:
     rows = [row for row in results["llama_cpp"]["rows"] if "times_llama" in row]
-    names = {"fp32": "auto"}
     cases: dict[str, list[Row]] = {}
     for row in rows:
         # Faster is higher, as in the other panels of speed.
-        shown = {"name": names.get(row["name"], row["name"]), "speedup": 1 / row["times_llama"]}
+        shown = {"name": row["name"], "speedup": 1 / row["times_llama"]}
         shown["speedup_spread"] = row["times_llama_spread"] / row["times_llama"] ** 2
         case = f"{row['parameters'] / 1e6:.0f}M\nafter {row['context']:,}"
         cases.setdefault(case, []).append(shown)
     shown_rows = [row for group in cases.values() for row in group]
     bars(axes, shown_rows, cases, "speedup")
-    axes.set_title("Decoding\nat equal bytes per weight", fontsize=10.5, loc="left")
-    axes.set_ylabel("speedup over llama.cpp", color=INK, fontsize=9)
-    axes.axhline(1, color="0.6", linewidth=1, linestyle=(0, (3, 3)))
-    axes.grid(color=PALE, axis="y")
+    ratio_axis(axes, "Decoding\nat equal bytes per weight", "speedup over llama.cpp")
     legend(axes, names_of(shown_rows))
 
 

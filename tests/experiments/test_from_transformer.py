@@ -1,26 +1,16 @@
 """The conversion study, for a few steps: it runs and reuses the trained sources."""
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
-STUDY = Path(__file__).parents[2] / "experiments" / "from-transformer" / "study.py"
-
-
-def load_study():
-    spec = importlib.util.spec_from_file_location("from_transformer_study", STUDY)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["from_transformer_study"] = module
-    spec.loader.exec_module(module)
-    return module
+from tests.support.scripts import EXPERIMENTS, load_script
 
 
 @pytest.mark.slow
 def test_study_runs_and_reuses_its_sources(tmp_path, monkeypatch):
-    study = load_study()
+    study = load_script(EXPERIMENTS / "from-transformer" / "study.py", "from_transformer_study")
     small = {"hidden_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 16}
     monkeypatch.setattr(study, "SHAPE", study.SHAPE | small)
     monkeypatch.setattr(study, "LENGTH", 16)

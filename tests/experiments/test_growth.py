@@ -1,30 +1,24 @@
 """The growth study, for a few steps: it runs, resumes, and its figures are drawn."""
 
-import importlib.util
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "experiments" / "growth"
+from tests.support.scripts import EXPERIMENTS, load_script
+
+FOLDER = EXPERIMENTS / "growth"
 
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`study` and `figures`, which imports it as a script beside it does."""
-    found = []
-    for name in ("study", "figures"):
-        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
-        found.append(module)
-    return found
+    names = ("study", "figures")
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)  # and restored after the test
+    return [load_script(FOLDER / f"{name}.py", name) for name in names]
 
 
 def test_runs_compare_at_equal_compute(modules):

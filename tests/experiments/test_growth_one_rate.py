@@ -1,26 +1,16 @@
 """The growth study at one rate, for a few steps: it runs, resumes and prints its tables."""
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
-STUDY = Path(__file__).parents[2] / "experiments" / "growth" / "one_rate.py"
-
-
-def load_study():
-    spec = importlib.util.spec_from_file_location("growth_one_rate", STUDY)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["growth_one_rate"] = module
-    spec.loader.exec_module(module)
-    return module
+from tests.support.scripts import EXPERIMENTS, load_script
 
 
 @pytest.mark.slow
 def test_study_runs_and_resumes(corpus, tmp_path, monkeypatch, capsys):
-    study = load_study()
+    study = load_script(EXPERIMENTS / "growth" / "one_rate.py", "growth_one_rate")
     tiny = study.Regime(study.tokens(8, 16), study.tokens(16, 40), 25, 4, 1)
     monkeypatch.setitem(study.REGIMES, "short", tiny)
     arguments = [

@@ -1,26 +1,16 @@
 """The vision study, for a few steps: every run works and resumes."""
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
-STUDY = Path(__file__).parents[2] / "experiments" / "vision" / "study.py"
-
-
-def load_study():
-    spec = importlib.util.spec_from_file_location("vision_study", STUDY)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["vision_study"] = module
-    spec.loader.exec_module(module)
-    return module
+from tests.support.scripts import EXPERIMENTS, load_script
 
 
 @pytest.mark.slow
 def test_study_runs_and_resumes(real_data, tmp_path, monkeypatch, capsys):
-    study = load_study()
+    study = load_script(EXPERIMENTS / "vision" / "study.py", "vision_study")
     monkeypatch.setattr(study, "BATCH", 4)
     monkeypatch.setattr(study, "HELD_OUT", 40)
     arguments = ["study", str(real_data("image/fashion-mnist")), "--out", str(tmp_path)]

@@ -31,8 +31,11 @@ async def served(app, talk):
     server = uvicorn.Server(config)
     server.capture_signals = nullcontext  # leave the signals to pytest
     running = asyncio.ensure_future(server.serve())
-    while not server.started:
+    for _ in range(100 * LIMIT):
+        if server.started or running.done():
+            break
         await asyncio.sleep(0.01)
+    assert server.started
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
         return await asyncio.wait_for(talk(port, server), LIMIT)

@@ -36,7 +36,7 @@ def test_the_event_loop_goes_on_while_a_long_prompt_is_tokenized():
             await asyncio.sleep(0.01)
         return turns, await task
 
-    turns, ids = asyncio.run(encode())
+    turns, ids = asyncio.run(asyncio.wait_for(encode(), 90))
     assert ids.shape == (1, len(text.strip()))
     assert turns >= 3  # the first turn is before tokenizing begins; blocked, the second is after it
 

@@ -100,6 +100,14 @@ def make_run(corpus: Path, folder: Path, reports: list[str], **run: Any) -> Run:
     return Run(folder, recipe, TextWorkload(recipe), reports.append)
 
 
+def rates_by_name(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module
+) -> dict[str, float | None]:
+    """The learning rate of every parameter; None for those that the optimizer does not have."""
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    return {name: rates.get(id(p)) for name, p in model.named_parameters()}
+
+
 def poison(run: Run, at: int) -> Any:
     """Return a callback that once, after step `at`, puts a NaN into the weights."""
     done = []

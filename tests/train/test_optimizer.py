@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import tokenformer
+from tests.support.training import rates_by_name
 from tokenformer.train.optimizer import make_optimizer, set_rate
 from tokenformer.train.options import OptimizerOptions
 
@@ -30,9 +31,7 @@ def test_rates_by_name_and_the_last_pattern_counts():
     options = OptimizerOptions(rates={"linear.*": 0.5, "*.bias": 0.1, "norm.bias": 0.0})
     optimizer = make_optimizer(model, options)
     set_rate(optimizer, 2.0)
-    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    found = {n: rates.get(id(p)) for n, p in model.named_parameters()}
-    assert found == {
+    assert rates_by_name(optimizer, model) == {
         "linear.weight": 1.0,
         "linear.bias": 0.2,
         "norm.weight": 2.0,
@@ -47,8 +46,7 @@ def test_the_rate_law_is_per_layer_and_projection(make_config):
     options = OptimizerOptions(rate_law="tokens", reference_tokens=32, rates={"*.ffn.*": 0.1})
     optimizer = make_optimizer(model, options)
     set_rate(optimizer, 1.0)
-    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    found = {n.removeprefix("model."): rates[id(p)] for n, p in model.named_parameters()}
+    found = {n.removeprefix("model."): r for n, r in rates_by_name(optimizer, model).items()}
     expected = {}
     for layer, name, count in [
         *((layer, f"attention.{name}", 8) for layer in (0, 1) for name in "qv"),

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training import MODEL, SECTIONS, SIZES, close, finish, losses, two_ranks
+from tests.support.training import (
+    MODEL,
+    SECTIONS,
+    SIZES,
+    close,
+    finish,
+    losses,
+    rates_by_name,
+    two_ranks,
+)
 from tokenformer.cli import main
 from tokenformer.errors import TrainingError
 from tokenformer.models.language import TokenformerForCausalLM
@@ -135,11 +144,6 @@ def test_the_rate_law_follows_the_tokens_through_growth(corpus, tmp_path):
     resumed = make_run(corpus, tmp_path / "grown", first, second, optimizer=law)
     resumed.loop.step()
     assert rates_by_name(resumed.loop.optimizer, resumed.loop.task.model) == rates
-
-
-def rates_by_name(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, float]:
-    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    return {name: rates[id(p)] for name, p in model.named_parameters()}
 
 
 def test_frozen_tokens_are_the_same_to_the_bit_and_slow_ones_are_slow(corpus, tmp_path):
