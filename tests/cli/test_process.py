@@ -51,6 +51,33 @@ def test_an_interrupt_while_it_imports_is_one_line(seconds, parrot: Path):
     assert not any("Traceback" in line for line in errors)
 
 
+INTERRUPT = "import os, signal; os.kill(os.getpid(), signal.SIGINT); print(end='')"
+IMPORTS = {
+    "a dataclass is made by exec": f'exec("{INTERRUPT}")\n',
+    "a library goes on without": f"try:\n    {INTERRUPT}\nexcept BaseException:\n    pass\n",
+    "an error replaces it": f"try:\n    {INTERRUPT}\nfinally:\n    raise ImportError('broken')\n",
+}
+
+
+@pytest.mark.parametrize("statements", IMPORTS.values(), ids=IMPORTS)
+def test_an_interrupt_in_any_import_ends_it(statements, tmp_path: Path):
+    (tmp_path / "library.py").write_text(statements)
+    (tmp_path / "interrupted.py").write_text(
+        "from tokenformer import cli\n"
+        "def command():\n"
+        "    import library\n"
+        "cli.COMMANDS['demo'] = 'interrupted:command'\n"
+        "if __name__ == '__main__':\n"
+        "    cli.main(['demo'])\n"
+    )
+    command = [sys.executable, "-m", "interrupted"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert done.stderr == "tokenformer demo: interrupted\n"
+    assert done.returncode == 130
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("words", ["--help", "inspect 124m"])
 def test_output_that_cannot_be_written_is_one_line(words, unbuffered):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenformer.cli.interrupts import INTERRUPTED, exit_in_imports
 from tokenformer.errors import TokenformerError
 
 # A function must not have the name of one in `tokenformer` itself: jsonargparse would look that up
@@ -47,7 +48,6 @@ USAGE = {
 }
 BROKEN_PIPE = 141
 """Exit code of a process ended by SIGPIPE, as shells report it: 128 + 13."""
-INTERRUPTED = 130
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Error numbers of a full disk or a failing device."""
 
@@ -121,7 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         try:
-            run(words)
+            with exit_in_imports(command):
+                run(words)
         finally:
             flush_output()
     except TokenformerError as error:

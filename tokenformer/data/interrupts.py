@@ -30,7 +30,8 @@ def reraise_lost_interrupts() -> Iterator[Callable[[], None]]:
             raise KeyboardInterrupt
 
     on_main_thread = threading.current_thread() is threading.main_thread()
-    if not on_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    before = signal.getsignal(signal.SIGINT)
+    if not on_main_thread or not callable(before):
         yield check
         return
     signal.signal(signal.SIGINT, handle)
@@ -38,4 +39,4 @@ def reraise_lost_interrupts() -> Iterator[Callable[[], None]]:
         yield check
         check()
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
