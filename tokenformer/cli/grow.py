@@ -67,7 +67,8 @@ def grow_model(
             and stacking are not exact; ligo is trained on --data.
         init: How new tokens are initialized. zero (the default) sets the keys to zero and preserves
             the output exactly; clone copies old tokens, also exact; zero_value (random keys, zero
-            values) is exact if many tokens are added; random changes the output.
+            values) is exact if many tokens are added; random and shrink, which also scales
+            the old values down, change the output; shrink ends lowest after long training.
         scale: What happens to the scale: frozen, current, anneal or learned. The default depends on
             --init.
         qkv_tokens: Instead of --to, tokens of each of the q, k and v projections.

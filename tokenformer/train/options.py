@@ -199,7 +199,7 @@ class GrowthOptions:
     """Instead of `to`: qkv_tokens, output_tokens, ffn_tokens; for a Transformer hidden_size, ..."""
     method: str | None = None
     """For a Transformer: net2net (default), hypercloning, ...; a TokenFormer grows by tokens."""
-    init: Literal["zero", "random", "zero_value", "clone"] = "zero"
+    init: Literal["zero", "random", "zero_value", "clone", "shrink"] = "zero"
     scale: Literal["frozen", "current", "anneal", "learned"] | None = None
     """The default depends on `init`."""
     anneal_steps: int = 100

@@ -23,8 +23,9 @@ def test_growth_freezes_the_old_and_later_growth_keeps_them_so(frozen, tmp_path)
     assert larger.config.row_rates(*PLACE) == [0.0] * 96 + [1.0] * 34
     thawed, _ = tokenformer.grow(larger, ffn_tokens=131, old_rate=1.0)
     assert thawed.config.token_rates is None
-    with pytest.raises(ValueError, match="frozen"):
-        tokenformer.grow(frozen, ffn_tokens=240, init="clone")
+    for init in ("clone", "shrink"):
+        with pytest.raises(ValueError, match="frozen"):
+            tokenformer.grow(frozen, ffn_tokens=240, init=init)
     with pytest.raises(ValueError, match="frozen"):
         tokenformer.grow(thawed, ffn_tokens=262, init="clone", old_rate=0.0)
 

@@ -74,6 +74,21 @@ def test_random_has_the_new_count_for_scale_and_jumps(make_config):
     assert report.max_output_change == pytest.approx(moved_on_probe(model, grown), rel=0.9)
 
 
+def test_shrink_scales_old_values_down_where_it_adds_random_tokens(make_config):
+    model, _ = trained_tokenformer(make_config)
+    rows = model.model.layers[0].attention.q.key_tokens.shape[0]
+    grown, report = tokenformer.grow(model, qkv_tokens=4 * rows, init="shrink")
+    random, _ = tokenformer.grow(model, qkv_tokens=4 * rows, init="random")
+    before, after, like = (each.model.layers[0].attention.q for each in (model, grown, random))
+    assert torch.equal(after.key_tokens, like.key_tokens)
+    assert torch.equal(after.value_tokens[rows:], like.value_tokens[rows:])
+    assert torch.equal(after.value_tokens[:rows], before.value_tokens / 2)
+    same = "model.layers.0.ffn.value_tokens"
+    assert torch.equal(grown.get_parameter(same), model.get_parameter(same)), "it did not grow"
+    assert grown.config.scale_tokens is None
+    assert report.max_output_change > 1e-3
+
+
 def moved_on_probe(model, grown):
     torch.manual_seed(1)
     tokens = torch.randint(61, (8, 40))

@@ -10,6 +10,8 @@
 |              | old keys                   |                    |               |         |
 | `clone`      | k copies of the old, the   | old / k plus noise | k s           | exact   |
 |              | remainder zero             |                    |               |         |
+| `shrink`     | random                     | random; the old    | the new count | changes |
+|              |                            | times sqrt(n / n') |               |         |
 
 n and n' are the old and new token counts, s is the old scale.
 
@@ -18,9 +20,12 @@ n and n' are the old and new token counts, s is the old scale.
 1/k of the value. Noise on the copies' values that sums to zero breaks the symmetry. `zero_value`: m
 new keys with the Gram matrix m/n K^T K multiply every norm by sqrt(n'/n), which the scale s n'/n
 cancels. This is exact for `l2_gelu` if there are at least as many new tokens as the rank of the old
-keys, and approximate otherwise.
+keys, and approximate otherwise. `shrink`: tokens that have trained for a while learn slowly, and
+new ones that are added to them do not catch up. Smaller values make room: the loss rises at growth
+and ends lower. This is "shrink and perturb" (Ash and Adams, 2020).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -66,10 +71,11 @@ def grow_tokens(
     Args:
         model: a TokenFormer; it is not changed.
         to: a preset of the same width and depth, or a configuration.
-        init: `zero`, `random`, `zero_value` or `clone`; see the table above.
+        init: `zero`, `random`, `zero_value`, `clone` or `shrink`; see the table above.
         scale: `frozen` uses the scale of the table; `current` the new token count; `anneal` moves
             from the first to the second during training (`train.scale_anneal`); `learned` starts at
-            the first and is trained. The default is `current` for `random`, else `frozen`.
+            the first and is trained. The default is `current` for `random` and `shrink`, else
+            `frozen`.
         seed: seed of the random initialization.
         old_rate: factor on the learning rate of the existing tokens; 0 freezes them. By default
             their rate does not change.
@@ -110,9 +116,11 @@ class TokenGrowth(TokenRewrite):
         allocate: Allocate = allocate_rows,
     ) -> None:
         check_options(config, sizes, init, scale)
-        if init == "clone" and (old_rate == 0 or has_frozen_tokens(config)):
-            raise ValueError("some tokens are frozen: cloning would change them; use init='zero'")
-        self.scale_policy = scale or ("current" if init == "random" else "frozen")
+        if init in CHANGE_OLD and (old_rate == 0 or has_frozen_tokens(config)):
+            raise ValueError(
+                f"some tokens are frozen, and init={init!r} would change them; use init='zero'"
+            )
+        self.scale_policy = scale or ("current" if init in JUMPING else "frozen")
         self.init, self.target, self.allocate = init, sizes, allocate
         learned_scale = config.learned_scale or self.scale_policy == "learned"
         with torch.device("meta"):
@@ -227,6 +235,12 @@ def grow_clone(before: TokenSet, size: int, new: NewRows) -> Replacement:
     return Replacement(after, rows, value_scale=1 / number)
 
 
+def grow_shrink(before: TokenSet, size: int, new: NewRows) -> Replacement:
+    grown, factor = grow_random(before, size, new), math.sqrt(before.size / size)
+    grown.tokens.values[: before.size] *= factor
+    return Replacement(grown.tokens, grown.rows, value_scale=factor)
+
+
 def rms(tensor: Tensor) -> Tensor:
     return tensor.float().square().mean().sqrt()
 
@@ -236,7 +250,12 @@ INITIALIZERS: dict[str, Callable[[TokenSet, int, NewRows], Replacement]] = {
     "random": grow_random,
     "zero_value": grow_zero_value,
     "clone": grow_clone,
+    "shrink": grow_shrink,
 }
+CHANGE_OLD = ("clone", "shrink")
+"""Inits that change the old tokens."""
+JUMPING = ("random", "shrink")
+"""Inits that change the output, so the scale may as well be that of the new count."""
 
 
 def check_options(config: TokenConfig, sizes: TokenCounts, init: str, scale: str | None) -> None:
