@@ -45,7 +45,7 @@ def test_demo_keeps_what_it_promises(kept):
     }
     assert str(out / "growth.png") in printed
     assert (out / "growth.png").read_bytes().startswith(b"\x89PNG")
-    for name in ("growing", "tokenformer", "transformer"):
+    for name in ("growing", "tokenformer", "transformer", "small"):
         rows = rows_of(out / "metrics" / f"{name}.jsonl")
         assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
         assert {"step", "tokens", "flops", "seconds", "loss", "lr"} <= rows[0].keys()
@@ -66,21 +66,21 @@ def test_transformers_can_load_what_the_demo_keeps(kept, name):
     assert tokenizer.decode(written[0]).startswith("import ")
 
 
-def test_growth_does_not_change_the_model(kept):
+def test_growth_is_reported_and_with_zero_keys_it_would_be_exact(kept):
     out, printed = kept
     growth = json.loads((out / "growth.json").read_text())
     before, after = growth["bits_per_byte_before"], growth["bits_per_byte_after"]
-    assert after == pytest.approx(before, abs=1e-6)
-    assert growth["max_output_change"] < 1e-6
+    assert growth["init"] == "shrink"
     assert growth["parameters_after"] > 2 * growth["parameters_before"]
-    assert growth["sample_before"] == growth["sample_after"]
-    assert growth["sample_before"].startswith(PROMPT)
     shown = re.findall(r"held-out loss (?:before|after) +(\S+) bits per byte", printed)
-    assert [float(number) for number in shown] == pytest.approx([before, after], abs=1e-6)
-    assert "the same text before and after" in printed
-    # The loss curve is continuous.
+    assert [float(number) for number in shown] == pytest.approx([before, after], abs=1e-3)
     rows = rows_of(out / "metrics" / "growing.jsonl")
     assert rows[1]["val_bpb"] == pytest.approx(before, abs=1e-6)
+    exact = growth["init_zero"]
+    assert exact["max_output_change"] < 1e-6
+    assert exact["sample_before"] == exact["sample_after"]
+    assert exact["sample_before"].startswith(PROMPT)
+    assert "the same text before and after" in printed
 
 
 def test_the_table_says_what_each_model_cost(kept):
@@ -90,6 +90,7 @@ def test_the_table_says_what_each_model_cost(kept):
         "grown, at the end",
         "TokenFormer from scratch",
         "Transformer from scratch",
+        "small, never grown",
     ]
     lines = printed.replace("|", " ").splitlines()  # the columns' border in ASCII
     cells = [
@@ -104,6 +105,7 @@ def test_the_table_says_what_each_model_cost(kept):
         growing[-1],
         rows_of(out / "metrics" / "tokenformer.jsonl")[-1],
         rows_of(out / "metrics" / "transformer.jsonl")[-1],
+        rows_of(out / "metrics" / "small.jsonl")[-1],
     ]
     assert [row[1] for row in cells] == [f"{end['tokens']:,}" for end in ends]
     assert [row[-1] for row in cells] == [f"{end['val_bpb']:.3f}" for end in ends]
@@ -120,7 +122,7 @@ def test_without_out_the_demo_finds_a_folder_and_the_same_seed_gives_the_same_nu
     assert done.returncode == 0, done.stderr
     out = tmp_path / "runs" / "demo-2"
     assert "runs/demo-2/growth.png" in done.stdout
-    for name in ("growing", "tokenformer", "transformer"):
+    for name in ("growing", "tokenformer", "transformer", "small"):
         before, after = (
             [(row["loss"], row.get("val_loss")) for row in rows_of(file)]
             for file in (kept[0] / "metrics" / f"{name}.jsonl", out / "metrics" / f"{name}.jsonl")
@@ -188,11 +190,11 @@ def test_the_comparison_names_the_better_model():
         return [{"flops": 10 * n, "val_bpb": bits} for n, bits in enumerate(losses, start=1)]
 
     growing = [*run(4.0, 3.0), {"flops": 25}, {"flops": 30, "val_bpb": 2.5}]
-    assert compare(growing, "TokenFormer", run(5.0, 4.5, 3.0)) == (
+    assert compare(growing, "TokenFormer from scratch", run(5.0, 4.5, 3.0)) == (
         "Growing ended 0.500 bits per byte below the TokenFormer from scratch and reached its loss "
         "with 67% of the compute."
     )
-    assert compare(growing, "Transformer", run(4.0, 3.0, 2.25)) == (
+    assert compare(growing, "Transformer from scratch", run(4.0, 3.0, 2.25)) == (
         "Growing ended 0.250 bits per byte above the Transformer from scratch."
     )
 
@@ -203,12 +205,11 @@ def test_the_whole_demo_grows_and_learns(tmp_path):
     done = run_command("demo", "--out", out)
     assert done.returncode == 0, done.stderr
     growth = json.loads((out / "growth.json").read_text())
-    shown = re.findall(r"held-out loss (?:before|after) +(\S+) bits per byte", done.stdout)
-    assert float(shown[0]) == pytest.approx(float(shown[1]), abs=2e-6)
-    assert growth["sample_before"] == growth["sample_after"]
+    assert growth["init_zero"]["sample_before"] == growth["init_zero"]["sample_after"]
     rows = rows_of(out / "metrics" / "growing.jsonl")
     assert rows[0]["loss"] > 5
     assert rows[-1]["val_bpb"] < growth["bits_per_byte_before"] - 0.1
     assert rows[-1]["val_bpb"] < 2.5
-    scratch = rows_of(out / "metrics" / "tokenformer.jsonl")
-    assert rows[-1]["val_bpb"] < scratch[-1]["val_bpb"]
+    for name in ("tokenformer", "small"):
+        baseline = rows_of(out / "metrics" / f"{name}.jsonl")
+        assert rows[-1]["val_bpb"] < baseline[-1]["val_bpb"]

@@ -4,6 +4,7 @@ import torch
 from tokenformer.train.comparison import Comparison
 from tokenformer.train.comparison_plot import Curve, draw_comparison, spread
 from tokenformer.train.loop import train
+from tokenformer.train.options import GrowthOptions, OptimizerOptions
 
 SIZES = {"qkv_tokens": 30, "output_tokens": 40, "ffn_tokens": 88}
 
@@ -11,7 +12,7 @@ SIZES = {"qkv_tokens": 30, "output_tokens": 40, "ffn_tokens": 88}
 @pytest.fixture
 def comparison() -> Comparison:
     text = torch.randint(61, (2000,), generator=torch.Generator().manual_seed(0)).numpy()
-    return Comparison(text[:1600], text[1600:], length=16, batch_size=2, learning_rate=1e-3)
+    return Comparison(text[:1600], text[1600:], 16, 2, OptimizerOptions(1e-3))
 
 
 def test_a_grown_run_goes_on_where_the_smaller_one_stood(comparison, make_model):
@@ -19,7 +20,7 @@ def test_a_grown_run_goes_on_where_the_smaller_one_stood(comparison, make_model)
     young = train(loop, lambda row: None)
     assert [row["step"] for row in young if "val_loss" in row] == [3, 5]
 
-    grown, growth = comparison.grow(loop, 4, measurements=2, **SIZES)
+    grown, growth = comparison.grow(loop, 4, GrowthOptions(sizes=SIZES), measurements=2)
     assert growth.step == 5
     assert growth.loss_after == pytest.approx(growth.loss_before, abs=1e-12)
     assert growth.loss_before == young[-1]["val_loss"]

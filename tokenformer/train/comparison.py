@@ -1,9 +1,9 @@
 """Train models side by side: on the same text and batches, with the same optimizer.
 
-    comparison = Comparison(tokens, held_out, length=256, batch_size=2, learning_rate=1e-3)
+    comparison = Comparison(tokens, held_out, 256, 2, OptimizerOptions(1e-3))
     small = comparison.start(model, steps=1000, schedule="constant")
     train(small, on_step)
-    grown, growth = comparison.grow(small, steps=500, ffn_tokens=2048)
+    grown, growth = comparison.grow(small, 500, GrowthOptions(sizes={"ffn_tokens": 2048}))
     assert abs(growth.loss_after - growth.loss_before) < 1e-6
 
 Everything stays in memory. A run that must survive its process grows in stages, see `stages`.
@@ -11,7 +11,7 @@ Everything stays in memory. A run that must survive its process grows in stages,
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from tokenformer.data.corpus import TokenSequence
 from tokenformer.growth.growth_report import GrowthReport
@@ -51,8 +51,12 @@ class Comparison:
     held_out: TokenSequence
     length: int
     batch_size: int
-    learning_rate: float
+    optimizer: OptimizerOptions
     warmup_steps: int = 50
+    decay: float = 0.3
+    """Share of a run's compute over which the learning rate falls, at the end."""
+    floor: float = 0.05
+    """Final learning rate, as a fraction of the peak."""
     validation_sequences: int = 32
     seed: int = 0
 
@@ -62,7 +66,7 @@ class Comparison:
         steps: int,
         *,
         measurements: int = 10,
-        schedule: Literal["cosine", "constant"] = "cosine",
+        schedule: Literal["wsd", "constant"] = "wsd",
     ) -> Loop:
         """Return a loop that starts at the first sample and validates `measurements` times."""
         run = RunOptions(
@@ -71,26 +75,25 @@ class Comparison:
             validate_every=math.ceil(steps / measurements),
             validation_sequences=self.validation_sequences,
         )
-        warmup_steps = min(self.warmup_steps, steps)
-        stage = Stage(0, 0, self.optimizer, ScheduleOptions(schedule, warmup_steps), run)
+        options = ScheduleOptions(schedule, min(self.warmup_steps, steps), self.floor, self.decay)
+        stage = Stage(0, 0, self.optimizer, options, run)
         return Loop.from_stage(self.task(model), stage)
 
     def grow(
-        self, before: Loop, steps: int, *, measurements: int = 10, **sizes: Any
+        self, before: Loop, steps: int, growth: GrowthOptions, *, measurements: int = 10
     ) -> tuple[Loop, GrowthStep]:
-        """Return a loop that continues `before` with a grown model: with the next samples, the
-        optimizer state and a learning rate that falls from its present value."""
-        options = GrowthOptions(sizes=sizes, seed=self.seed)
-        grown, report = TrainingState.from_loop(before).grow(options)
+        """Return a loop that continues `before` with a grown model, the optimizer state and the
+        next samples. The learning rate falls over the same share of the whole run's compute as
+        that of a model from scratch."""
+        grown, report = TrainingState.from_loop(before).grow(growth)
         first = before.progress.step
         run = replace(before.run, steps=steps, validate_every=math.ceil(steps / measurements))
-        stage = Stage(1, first, self.optimizer, ScheduleOptions(warmup_steps=0), run, options)
+        cost = steps * self.step_flops(grown.model.config)
+        decay = min(1.0, self.decay * (before.progress.flops + cost) / cost)
+        schedule = ScheduleOptions("wsd", 0, self.floor, decay)
+        stage = Stage(1, first, self.optimizer, schedule, run, growth)
         after = grown.make_loop(self.task(grown.model), stage)
         return after, GrowthStep(first, report, before.validate(), after.validate())
-
-    @property
-    def optimizer(self) -> OptimizerOptions:
-        return OptimizerOptions(learning_rate=self.learning_rate)
 
     def task(self, model: "PreTrainedModel") -> LanguageTask:
         return LanguageTask(model, self.tokens, self.held_out, length=self.length, seed=self.seed)

@@ -8,7 +8,7 @@ from typing import Any
 from tokenformer.train.metrics import Row
 
 # Readable on white and safe for colour-blind readers.
-COLOURS = ("#0072b2", "#d55e00", "#6b6b6b")
+COLOURS = ("#0072b2", "#d55e00", "#6b6b6b", "#009e73")
 LABEL_GAP = 0.125
 """Minimum distance of the labels at the ends of the curves, as a share of the axis."""
 
