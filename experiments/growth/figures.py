@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from study import ARMS, RATES, Training, sizes
+from study import COMPARISONS, FACTORS, GROWN, RATES, Training, sizes
 
 Row = dict[str, Any]
 SHAPES = [(128, 2), (64, 2), (128, 4)]
@@ -76,41 +76,52 @@ def draw_rates(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def draw_arms(arms: dict[str, list[Row]], path: Path) -> None:
-    """One line per arm: a dot per seed, and the mean."""
+def draw_arms(comparisons: dict[str, dict[str, list[Row]]], path: Path) -> None:
+    """A panel per comparison, one line per arm: a dot per seed, and the mean."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 0.36 * len(arms) + 1.2), layout="constrained")
-    axes = figure.add_subplot()
-    for place, (name, rows) in enumerate(arms.items()):
-        bits = [row["bits_per_byte"] for row in rows]
-        colour = "#0072b2" if "grown" in name else "#6b6b6b"
-        axes.plot(bits, [place] * len(bits), "o", color=colour, alpha=0.45, markersize=5)
-        axes.plot(mean(bits), place, "|", color=colour, markersize=16, markeredgewidth=2)
-    axes.set_yticks(range(len(arms)), arms)
-    axes.invert_yaxis()
-    axes.set_xlabel("held-out bits per byte at equal compute; a dot is a seed", color=INK)
-    axes.grid(color=PALE, axis="x")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(length=0, colors=INK, labelsize=9)
+    heights = [len(arms) for arms in comparisons.values()]
+    figure = Figure(figsize=(8, 0.34 * sum(heights) + 1.3 * len(heights)), layout="constrained")
+    panels = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (title, arms) in zip(panels, comparisons.items(), strict=True):
+        for place, (name, rows) in enumerate(arms.items()):
+            bits = [row["bits_per_byte"] for row in rows]
+            colour = "#0072b2" if "grown, " in name else "#6b6b6b"
+            axes.plot(bits, [place] * len(bits), "o", color=colour, alpha=0.45, markersize=5)
+            axes.plot(mean(bits), place, "|", color=colour, markersize=16, markeredgewidth=2)
+        axes.set_yticks(range(len(arms)), arms)
+        axes.invert_yaxis()
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.grid(color=PALE, axis="x")
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(length=0, colors=INK, labelsize=9)
+    panels[-1].set_xlabel("held-out bits per byte at equal compute; a dot is a seed", color=INK)
     figure.savefig(path, dpi=150)
 
 
-def by_arm(rows: dict[str, Row]) -> dict[str, list[Row]]:
-    """Return the finished runs of every arm, one per seed."""
-    found = {}
-    for name, arm in ARMS.items():
-        seeds = [replace(arm, seed=seed).key for seed in range(10)]
-        if finished := [rows[key] for key in seeds if key in rows]:
-            found[name] = finished
+def by_arm(rows: dict[str, Row]) -> dict[str, dict[str, list[Row]]]:
+    """Return the finished runs of every comparison and arm, one per seed."""
+    found: dict[str, dict[str, list[Row]]] = {}
+    for title, arms in COMPARISONS.items():
+        for name, arm in arms.items():
+            seeds = [replace(arm, seed=seed).key for seed in range(10)]
+            if finished := [rows[key] for key in seeds if key in rows]:
+                found.setdefault(title, {})[name] = finished
     return found
 
 
-def print_arms(arms: dict[str, list[Row]]) -> None:
-    print("| | bits per byte, mean | seeds |\n|---|---|---|")
-    for name, rows in arms.items():
-        bits = [row["bits_per_byte"] for row in rows]
-        print(f"| {name} | {mean(bits):.3f} | {', '.join(f'{b:.3f}' for b in bits)} |")
+def print_arms(comparisons: dict[str, dict[str, list[Row]]]) -> None:
+    for title, arms in comparisons.items():
+        print(f"\n| {title} | mean | seeds |\n|---|---|---|")
+        for name, rows in arms.items():
+            bits = [row["bits_per_byte"] for row in rows]
+            print(f"| {name} | {mean(bits):.3f} | {', '.join(f'{b:.3f}' for b in bits)} |")
+
+
+def print_factors(rows: dict[str, Row]) -> None:
+    for name, training in {"grown, shrink": GROWN, **FACTORS}.items():
+        if row := rows.get(training.key):
+            print(f"| {name} | {row['bits_per_byte']:.3f} |")
 
 
 def print_rates(rows: list[Row]) -> None:
@@ -133,6 +144,7 @@ def main() -> None:
     draw_rates(list(rows.values()), options.out / "rate-law.png")
     if arms := by_arm(rows):
         print_arms(arms)
+        print_factors(rows)
         draw_arms(arms, options.out / "growth-study.png")
 
 

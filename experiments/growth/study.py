@@ -25,6 +25,8 @@ VOCAB = 257
 LENGTH, BATCH = 128, 16
 RATE = 8e-3
 """The best learning rate under the rate law, of those in `RATES`."""
+TRANSFORMER_RATE = 4e-3
+"""The best one of a Transformer."""
 RATES = {"none": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), "tokens": (2e-3, 4e-3, 8e-3, 1.6e-2)}
 VALIDATIONS = 16
 """Validations in the last stage of a run, on 256 sequences."""
@@ -82,7 +84,9 @@ class Training:
             rotary_fraction=0.5,
             **sizes(tokens),
         )
-        return config if self.family == "tokenformer" else matching_transformer(config)
+        return (
+            config if self.family == "tokenformer" else matching_transformer(config, match_ffn=True)
+        )
 
     def steps(self) -> list[int]:
         """Return the steps of every stage."""
@@ -169,12 +173,10 @@ def train(corpus: Path, out: Path, training: Training) -> dict[str, Any]:
     }
 
 
-def rates_plan() -> list[Training]:
-    """Learning rates for 16 times the tokens, with and without the law; then other shapes."""
-    shapes = [(128, 2, (8, 32, 64, 128)), (64, 2, (8, 32, 128)), (128, 4, (8, 32, 128))]
+def rates_plan(width: int, layers: int, counts: tuple[int, ...]) -> list[Training]:
+    """Learning rates with and without the law, for several numbers of tokens."""
     return [
         Training((n,), rate=rate, rate_law=law, width=width, layers=layers)
-        for width, layers, counts in shapes
         for n in counts
         for law in ("tokens", "none")
         for rate in RATES[law]
@@ -188,29 +190,57 @@ def embedding_plan() -> list[Training]:
 
 
 def transformer_plan() -> list[Training]:
+    base = Training(family="transformer", rate_law="none")
     return [
-        Training(family="transformer", rate_law="none", rate=rate, embedding_rate=factor)
-        for factor in (1.0, 4.0)
-        for rate in (1e-3, 2e-3, 4e-3, 8e-3)
+        replace(base, tokens=(n,), compute=compute, rate=rate, embedding_rate=factor)
+        for n, compute, factors in ((32, 1.5e12, (1.0, 4.0)), (64, 2e12, (4.0,)))
+        for factor in factors
+        for rate in (2e-3, 4e-3, 8e-3)
     ]
 
 
-GROWN = {"tokens": (16, 32), "shares": (0.2, 0.8)}
-ARMS = {
-    "from scratch": Training(),
-    "small, never grown": Training((16,)),
-    "grown, random": Training(**GROWN),
-    "grown, zero_value": Training(**GROWN, init="zero_value"),
-    "grown, zero": Training(**GROWN, init="zero"),
-    "grown, clone": Training(**GROWN, init="clone"),
+INITS = ("shrink", "random", "zero", "zero_value", "clone")
+
+
+def arms(small: int, large: int, compute: float, share: float) -> dict[str, Training]:
+    """Return the compared runs: models that grow after `share` of the compute, and baselines."""
+    base = Training(compute=compute)
+    transformer = replace(base, family="transformer", rate_law="none", rate=TRANSFORMER_RATE)
+    grown = replace(base, tokens=(small, large), shares=(share, round(1 - share, 2)))
+    return {
+        "from scratch": replace(base, tokens=(large,)),
+        "Transformer": replace(transformer, tokens=(large,)),
+        "small, never grown": replace(base, tokens=(small,)),
+        **{f"grown, {init}": replace(grown, init=init) for init in INITS},
+    }
+
+
+COMPARISONS = {
+    "16 to 64 tokens, 2e12 FLOPs": {
+        **arms(16, 64, 2e12, 0.3),
+        "32 tokens, from scratch": Training((32,), compute=2e12),
+    },
+    "16 to 32 tokens, 1.5e12 FLOPs": arms(16, 32, 1.5e12, 0.2),
 }
+ARMS = [arm for comparison in COMPARISONS.values() for arm in comparison.values()]
+GROWN = COMPARISONS["16 to 64 tokens, 2e12 FLOPs"]["grown, shrink"]
+FACTORS = {
+    "grown at 15 % of the compute": replace(GROWN, shares=(0.15, 0.85)),
+    "grown at 45 %": replace(GROWN, shares=(0.45, 0.55)),
+    "new rows with the mean second moment": replace(GROWN, optimizer_state="mean"),
+    "moments reset": replace(GROWN, optimizer_state="reset"),
+    "warm-up of 50 steps after growth": replace(GROWN, warmup_after_growth=50),
+    "16 to 32 to 64 at 10 and 25 %": replace(GROWN, tokens=(16, 32, 64), shares=(0.1, 0.15, 0.75)),
+    "16 to 32 to 64 at 15 and 40 %": replace(GROWN, tokens=(16, 32, 64), shares=(0.15, 0.25, 0.6)),
+}
+"""One change at a time to the growth from 16 to 64 tokens."""
 PLANS = {
-    "rates": [t for t in rates_plan() if (t.width, t.layers) == (128, 2)],
-    "shapes": rates_plan(),
+    "rates": rates_plan(128, 2, (8, 32, 64, 128)),
+    "shapes": rates_plan(64, 2, (32, 128)) + rates_plan(128, 4, (32, 128)),
     "embedding": embedding_plan(),
     "transformer": transformer_plan(),
-    "growth": list(ARMS.values()),
-    "seeds": [replace(arm, seed=seed) for seed in (0, 1, 2) for arm in ARMS.values()],
+    "growth": [*ARMS, *FACTORS.values()],
+    "seeds": [replace(arm, seed=seed) for seed in (0, 1, 2) for arm in ARMS],
 }
 
 

@@ -297,6 +297,19 @@ def test_matching_transformer_has_the_closest_parameter_count(changes: dict[str,
     assert found.num_attention_heads == best
 
 
+@pytest.mark.parametrize("tokens", [16, 32, 64])
+def test_matching_transformer_can_match_the_count_by_its_hidden_units(tokens: int) -> None:
+    sizes = {"qkv_tokens": tokens, "output_tokens": tokens, "ffn_tokens": 4 * tokens}
+    config = TokenformerConfig(
+        vocab_size=257, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, **sizes
+    )
+    coarse, fine = (matching_transformer(config, match_ffn=match) for match in (False, True))
+    wanted = built_parameters(config)
+    assert fine.hidden_size == coarse.hidden_size
+    assert abs(built_parameters(coarse) - wanted) > 0.1 * wanted
+    assert built_parameters(fine) == pytest.approx(wanted, rel=0.01)
+
+
 def test_other_configurations_are_refused() -> None:
     with pytest.raises(TypeError, match="TokenformerConfig or TransformerConfig"):
         count_parameters(LanguageConfig(**SMALL))

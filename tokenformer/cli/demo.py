@@ -101,7 +101,7 @@ def run_demo(folder: Path, steps: int, seed: int) -> None:
     trainer = DemoTrainer(console, comparison, folder / "metrics")
     trainer.metrics.mkdir()
     small, grown = language_config(SMALL), language_config(GROWN)
-    baseline = matching_transformer(grown)
+    baseline = matching_transformer(grown, match_ffn=True)
 
     model, growth, growing = train_and_grow(trainer, small, grown, steps, folder)
     compute = growing[-1]["flops"]

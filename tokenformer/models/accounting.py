@@ -162,11 +162,16 @@ def activation_bytes(config: LanguageConfig, batch_size: int, length: int) -> di
     }
 
 
-def matching_transformer(config: TokenformerConfig) -> TransformerConfig:
+def matching_transformer(
+    config: TokenformerConfig, *, match_ffn: bool = False
+) -> TransformerConfig:
     """Return the Transformer baseline of a TokenFormer. It has the same shared options, and
 
     - for the four sizes of the paper's growth experiments, the width of the paper's Transformer;
     - else the width, in heads of the same size, with the closest parameter count.
+
+    With few heads that width is coarse: `match_ffn` then changes the hidden units of the
+    feed-forward layers, in steps of 8, so that the parameter counts agree.
     """
     for size in GROWTH_SIZES:
         if _has_shape(config, TokenformerConfig.from_preset(size)):
@@ -181,7 +186,12 @@ def matching_transformer(config: TokenformerConfig) -> TransformerConfig:
     # A model has more parameters than its width squared, which bounds the search.
     larger = bisect_left(range(math.isqrt(wanted) + 2), wanted, lo=1, key=parameters)
     nearest = min((max(larger - 1, 1), larger), key=lambda count: abs(parameters(count) - wanted))
-    return _transformer_like(config, group * nearest)
+    transformer = _transformer_like(config, group * nearest)
+    if match_ffn:
+        counts, units = count_parameters(transformer), transformer.intermediate_size
+        missing = wanted - sum(counts.values())
+        transformer.intermediate_size = max(8, 8 * round(units * (1 + missing / counts["ffn"]) / 8))
+    return transformer
 
 
 def _has_shape(config: TokenformerConfig, other: TokenformerConfig) -> bool:
