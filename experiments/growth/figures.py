@@ -2,8 +2,9 @@
 
     python experiments/growth/figures.py experiments/growth/results.jsonl --out docs/images
 
-Writes rate-law.png (final loss over the learning rate, with and without the rate law) and
-growth-study.png (final losses of the ways to grow, one dot per seed), and prints their tables.
+Writes rate-law.png (final loss over the learning rate, with and without the rate law),
+growth-study.png (final losses of the ways to grow, one dot per seed) and growth-curves.png (their
+loss over compute), and prints the tables.
 """
 
 import argparse
@@ -99,6 +100,40 @@ def draw_arms(comparisons: dict[str, dict[str, list[Row]]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+DRAWN = {
+    "grown, shrink": "#0072b2",
+    "grown, random": "#56b4e9",
+    "from scratch": "#d55e00",
+    "small, never grown": "#009e73",
+    "Transformer": "#6b6b6b",
+}
+"""Arms in the plot of the loss over compute."""
+
+
+def draw_curves(arms: dict[str, list[Row]], title: str, path: Path) -> None:
+    """The loss over compute, mean over the seeds, which all validate at the same steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for name, colour in DRAWN.items():
+        points = list(zip(*(row["curve"] for row in arms.get(name, [])), strict=True))
+        if points:
+            compute = [seeds[0][1] / 1e12 for seeds in points]
+            bits = [mean(bits for _, _, bits in seeds) for seeds in points]
+            width = 2.4 if name == "grown, shrink" else 1.4
+            axes.plot(compute, bits, color=colour, linewidth=width, label=f"{name}  {bits[-1]:.3f}")
+    axes.set_ylim(top=3.9)
+    axes.set_title(f"{title}, mean of the seeds", fontsize=10, loc="left")
+    axes.set_xlabel("training compute, trillions of floating-point operations", color=INK)
+    axes.set_ylabel("held-out bits per byte", color=INK)
+    axes.grid(color=PALE)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK, labelsize=9)
+    axes.legend(frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
 def by_arm(rows: dict[str, Row]) -> dict[str, dict[str, list[Row]]]:
     """Return the finished runs of every comparison and arm, one per seed."""
     found: dict[str, dict[str, list[Row]]] = {}
@@ -146,6 +181,8 @@ def main() -> None:
         print_arms(arms)
         print_factors(rows)
         draw_arms(arms, options.out / "growth-study.png")
+        title, first = next(iter(arms.items()))
+        draw_curves(first, title, options.out / "growth-curves.png")
 
 
 if __name__ == "__main__":

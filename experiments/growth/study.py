@@ -148,11 +148,28 @@ def model_options(config: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in unknown}
 
 
+def restart_tokens(before: Any, size: int, new: Any) -> Any:
+    """A control: an init that forgets the old tokens, so that only the embedding has been trained
+    before growth."""
+    import torch
+
+    from tokenformer.growth.parameter_mapping import NEW
+    from tokenformer.growth.tokens.token_set import Replacement, TokenSet
+
+    keys, values = new.extend(before.keys, size), new.extend(before.values, size)
+    new.fill_normal(keys, new.key_std)
+    new.fill_normal(values, new.value_std)
+    return Replacement(TokenSet(keys, values, float(size)), torch.full((size,), NEW))
+
+
 def train(corpus: Path, out: Path, training: Training) -> dict[str, Any]:
     """Train or resume a run on one core; return its row of the results. Runs in a worker."""
     import torch
 
+    from tokenformer.growth.tokens.token_growth import INITIALIZERS
+
     torch.set_num_threads(1)
+    INITIALIZERS["restart"] = restart_tokens
     from tokenformer.train.metrics import read_metrics
     from tokenformer.train.run import run_recipe
 
@@ -227,6 +244,9 @@ GROWN = COMPARISONS["16 to 64 tokens, 2e12 FLOPs"]["grown, shrink"]
 FACTORS = {
     "grown at 15 % of the compute": replace(GROWN, shares=(0.15, 0.85)),
     "grown at 45 %": replace(GROWN, shares=(0.45, 0.55)),
+    "all tokens start again, only the embedding is kept": replace(
+        GROWN, init="restart", scale="current"
+    ),
     "new rows with the mean second moment": replace(GROWN, optimizer_state="mean"),
     "moments reset": replace(GROWN, optimizer_state="reset"),
     "warm-up of 50 steps after growth": replace(GROWN, warmup_after_growth=50),

@@ -70,5 +70,5 @@ def test_study_runs_and_resumes(modules, corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["figures", str(results), "--out", str(tmp_path)])
     figures.main()
     assert f"| grown | {rows[grown.key]['bits_per_byte']:.3f} |" in capsys.readouterr().out
-    for name in ("rate-law.png", "growth-study.png"):
+    for name in ("rate-law.png", "growth-study.png", "growth-curves.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

@@ -97,7 +97,9 @@ def run_demo(folder: Path, steps: int, seed: int) -> None:
         "per byte. Losses are measured on held-out files.\n"
     )
     optimizer = OptimizerOptions(TOKENFORMER_RATE, rates=EMBEDDING_RATE, rate_law="tokens")
-    comparison = Comparison(tokens, held_out, LENGTH, BATCH_SIZE, optimizer, seed=seed)
+    comparison = Comparison(
+        tokens, held_out, LENGTH, BATCH_SIZE, optimizer, validation_sequences=128, seed=seed
+    )
     trainer = DemoTrainer(console, comparison, folder / "metrics")
     trainer.metrics.mkdir()
     small, grown = language_config(SMALL), language_config(GROWN)

@@ -12,7 +12,7 @@ COLOURS = ("#0072b2", "#d55e00", "#6b6b6b", "#009e73")
 LABEL_GAP = 0.125
 """Minimum distance of the labels at the ends of the curves, as a share of the axis."""
 
-MARGIN_BELOW = 0.08
+MARGIN_BELOW = 0.18
 """Space for text below the lowest curve, as a share of the axis."""
 
 
@@ -75,7 +75,7 @@ def label_ends(axes: Any, curves: list[Curve]) -> None:
     right = max(x for x, _ in ends)
     for curve, colour, (_, y), place in zip(curves, COLOURS, ends, places, strict=False):
         axes.annotate(
-            f"{curve.name}  {y:.2f}\n{curve.detail}",
+            f"{curve.name}  {y:.3f}\n{curve.detail}",
             (right, place),
             xytext=(10, 0),
             textcoords="offset points",
