@@ -190,12 +190,12 @@ def train(corpus: Path, out: Path, training: Training) -> dict[str, Any]:
     }
 
 
-def rates_plan(width: int, layers: int, counts: tuple[int, ...]) -> list[Training]:
-    """Learning rates with and without the law, for several numbers of tokens."""
+def rates_plan(width: int, layers: int, counts: tuple[int, ...], *laws: str) -> list[Training]:
+    """Learning rates for several numbers of tokens."""
     return [
         Training((n,), rate=rate, rate_law=law, width=width, layers=layers)
         for n in counts
-        for law in ("tokens", "none")
+        for law in laws
         for rate in RATES[law]
     ]
 
@@ -255,8 +255,8 @@ FACTORS = {
 }
 """One change at a time to the growth from 16 to 64 tokens."""
 PLANS = {
-    "rates": rates_plan(128, 2, (8, 32, 64, 128)),
-    "shapes": rates_plan(64, 2, (32, 128)) + rates_plan(128, 4, (32, 128)),
+    "rates": rates_plan(128, 2, (8, 32, 64, 128), "tokens", "none"),
+    "shapes": rates_plan(64, 2, (32, 128), "tokens") + rates_plan(128, 4, (32, 128), "tokens"),
     "embedding": embedding_plan(),
     "transformer": transformer_plan(),
     "growth": [*ARMS, *FACTORS.values()],

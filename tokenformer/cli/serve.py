@@ -143,8 +143,11 @@ def run(
     options: dict[str, Any] = {"http": with_header_timeout(limits.request_timeout), "ws": "none"}
     app = build_app(name, loaded, tokenizer, queue, encoder, limits)
     server = Server(uvicorn.Config(app, timeout_graceful_shutdown=SECONDS_TO_END, **options))
-    # After shutting down, uvicorn raises the signal again.
+    # After shutting down, uvicorn raises the signal again. From here on, Ctrl-C during an import is
+    # no different: the server is up.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if callable(signal.getsignal(signal.SIGINT)):  # else it is ignored, as under nohup
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
         sys.stdout.write(f"Serving {name} at {address(listener)}/v1; press Ctrl-C to stop\n")
         sys.stdout.flush()
