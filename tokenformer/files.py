@@ -49,6 +49,10 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
+OPEN: set[Path] = set()
+"""Folders that `new_folder` deletes if the process stops now."""
+
+
 @contextmanager
 def new_folder(option: str, path: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes `path` when the block ends and is deleted if it fails.
@@ -61,12 +65,15 @@ def new_folder(option: str, path: Path) -> Iterator[Path]:
         unfinished = start_folder(path, siblings=escape(path.name))
     except OSError as error:
         raise InputError(f"{option} {path} cannot be created: {error.strerror}") from None
+    OPEN.add(unfinished)
     try:
         yield unfinished
         finish_folder(unfinished, path)
     except BaseException:
         discard_folder(unfinished)
         raise
+    finally:
+        OPEN.discard(unfinished)
 
 
 def start_folder(path: Path, siblings: str) -> Path:

@@ -31,7 +31,8 @@ def read_rows(path: Path) -> dict[str, Row]:
 def shape_options(width: int, layers: int, rate_law: str) -> dict[str, Any]:
     """Return the options that the runs of one panel share."""
     default = Training()
-    shared = {"seed": 0, "family": "tokenformer", "embedding_rate": default.embedding_rate}
+    shared = {name: getattr(default, name) for name in ("seed", "family", "compute", "decay")}
+    shared["embedding_rate"] = default.embedding_rate
     return {**shared, "width": width, "layers": layers, "rate_law": rate_law}
 
 
@@ -42,7 +43,7 @@ def rate_curves(rows: Iterable[Row], **fixed: Any) -> dict[int, list[tuple[float
         training = Training.from_row(row)
         if len(training.tokens) == 1 and all(getattr(training, k) == v for k, v in fixed.items()):
             curves[training.tokens[0]].append((training.rate, row["bits_per_byte"]))
-    return {tokens: sorted(points) for tokens, points in sorted(curves.items())}
+    return {tokens: sorted(points) for tokens, points in sorted(curves.items()) if len(points) > 1}
 
 
 def draw_rates(rows: list[Row], path: Path) -> None:
@@ -154,6 +155,7 @@ def print_arms(comparisons: dict[str, dict[str, list[Row]]]) -> None:
 
 
 def print_factors(rows: dict[str, Row]) -> None:
+    print("\n| one change at a time | bits per byte |\n|---|---|")
     for name, training in {"grown, shrink": GROWN, **FACTORS}.items():
         if row := rows.get(training.key):
             print(f"| {name} | {row['bits_per_byte']:.3f} |")

@@ -3,8 +3,8 @@
     python experiments/growth/study.py data/enwik8 --out runs/growth-study
     python experiments/growth/study.py data/enwik8 --out runs/growth-study --only rates
 
-Every run is a `tokenformer train` of the same compute, whatever its model, so the losses at the end
-can be compared. It takes about a minute on one core. A finished run is a row of OUT/results.jsonl:
+Every run is a `tokenformer train`. Compared runs have the same compute, whatever their models; most
+take one to two minutes on one core. A finished run is a row of OUT/results.jsonl:
 interrupt the study and start it again to resume. `figures.py` makes the tables and plots of
 docs/results/growth.md from the rows; those of the published runs are in results.jsonl beside this
 file.
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 VOCAB = 257
+WARMUP = 50
 LENGTH, BATCH = 128, 16
 RATE = 8e-3
 """The best learning rate under the rate law, of those in `RATES`."""
@@ -117,7 +118,7 @@ class Training:
         run.batch_size, run.seed, run.validation_sequences = BATCH, self.seed, 256
         run.validate_every, run.log_to, run.on_spike = max(1, last // VALIDATIONS), [], "skip"
         run.checkpoint_every, run.keep_last = 10**6, 1  # at the end of a stage, where it grows
-        warmup = min(50, steps[0] // 4)
+        warmup = min(WARMUP, steps[0] // 4)
         decay = min(1.0, self.decay / self.shares[-1])
         for stage, (count, tokens) in enumerate(zip(steps, self.tokens, strict=True)):
             schedule = ScheduleOptions("constant", warmup if stage == 0 else 0)
@@ -225,17 +226,24 @@ def arms(small: int, large: int, compute: float, share: float) -> dict[str, Trai
     transformer = replace(base, family="transformer", rate_law="none", rate=TRANSFORMER_RATE)
     grown = replace(base, tokens=(small, large), shares=(share, round(1 - share, 2)))
     return {
-        "from scratch": replace(base, tokens=(large,)),
-        "Transformer": replace(transformer, tokens=(large,)),
-        "small, never grown": replace(base, tokens=(small,)),
+        "from scratch": decay_like_grown(replace(base, tokens=(large,))),
+        "Transformer": decay_like_grown(replace(transformer, tokens=(large,))),
+        "small, never grown": decay_like_grown(replace(base, tokens=(small,))),
         **{f"grown, {init}": replace(grown, init=init) for init in INITS},
     }
+
+
+def decay_like_grown(training: Training) -> Training:
+    """Make the rate fall over the same share of all steps as in a run that grows. A schedule counts
+    its share without the warm-up, which the last stage of a growing run does not have."""
+    (steps,) = training.steps()
+    return replace(training, decay=round(training.decay * steps / (steps - WARMUP), 3))
 
 
 COMPARISONS = {
     "16 to 64 tokens, 2e12 FLOPs": {
         **arms(16, 64, 2e12, 0.3),
-        "32 tokens, from scratch": Training((32,), compute=2e12),
+        "32 tokens, from scratch": decay_like_grown(Training((32,), compute=2e12)),
     },
     "16 to 32 tokens, 1.5e12 FLOPs": arms(16, 32, 1.5e12, 0.2),
 }
@@ -256,7 +264,11 @@ FACTORS = {
 """One change at a time to the growth from 16 to 64 tokens."""
 PLANS = {
     "rates": rates_plan(128, 2, (8, 32, 64, 128), "tokens", "none"),
-    "shapes": rates_plan(64, 2, (32, 128), "tokens") + rates_plan(128, 4, (32, 128), "tokens"),
+    "shapes": [
+        *rates_plan(64, 2, (32, 128), "tokens"),
+        Training((128,), rate=3.2e-2, width=64),
+        *rates_plan(128, 4, (32, 128), "tokens"),
+    ],
     "embedding": embedding_plan(),
     "transformer": transformer_plan(),
     "growth": [*ARMS, *FACTORS.values()],

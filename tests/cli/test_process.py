@@ -63,9 +63,12 @@ IMPORTS = {
 def test_an_interrupt_in_any_import_ends_it(statements, tmp_path: Path):
     (tmp_path / "library.py").write_text(statements)
     (tmp_path / "interrupted.py").write_text(
-        "from tokenformer import cli\n"
+        "from pathlib import Path\n"
+        "from tokenformer import cli, files\n"
         "def command():\n"
-        "    import library\n"
+        "    print('begun')\n"
+        "    with files.new_folder('--out', Path('kept')):\n"
+        "        import library\n"
         "cli.COMMANDS['demo'] = 'interrupted:command'\n"
         "if __name__ == '__main__':\n"
         "    cli.main(['demo'])\n"
@@ -75,7 +78,10 @@ def test_an_interrupt_in_any_import_ends_it(statements, tmp_path: Path):
         command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT, check=False
     )
     assert done.stderr == "tokenformer demo: interrupted\n"
+    assert done.stdout == "begun\n"
     assert done.returncode == 130
+    left = {path.name for path in tmp_path.iterdir()} - {"__pycache__"}
+    assert left == {"library.py", "interrupted.py"}
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -42,6 +44,23 @@ def test_a_grown_run_goes_on_where_the_smaller_one_stood(comparison, make_model)
     )
     assert old[-1]["flops"] == 5 * cost[0] + 4 * cost[1]
     assert loop.progress.step == 5, "the smaller run is left alone"
+
+
+def test_the_rate_falls_over_the_same_share_with_and_without_growth(comparison, make_model):
+    comparison = replace(comparison, warmup_steps=4)
+
+    def falling(rows: list[dict[str, float]]) -> int:
+        return sum(row["lr"] < max(r["lr"] for r in rows) for row in rows[4:])
+
+    loop = comparison.start(make_model("tokenformer"), 40)
+    assert falling(train(loop, lambda row: None)) == pytest.approx(12, abs=1)
+
+    small = comparison.start(make_model("tokenformer"), 12, schedule="constant")
+    rows = train(small, lambda row: None)
+    # To the same sizes, so that all steps cost the same.
+    grown, _ = comparison.grow(small, 28, GrowthOptions(sizes={"ffn_tokens": 97}))
+    rows += train(grown, lambda row: None)
+    assert falling(rows) == pytest.approx(12, abs=1)
 
 
 def test_a_picture_of_runs_even_of_a_single_point(tmp_path):

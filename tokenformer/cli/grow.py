@@ -68,7 +68,7 @@ def grow_model(
         init: How new tokens are initialized. zero (the default) sets the keys to zero and preserves
             the output exactly; clone copies old tokens, also exact; zero_value (random keys, zero
             values) is exact if many tokens are added; random and shrink, which also scales
-            the old values down, change the output; shrink ends lowest after long training.
+            the old values down, change the output; shrink ended lowest in our study.
         scale: What happens to the scale: frozen, current, anneal or learned. The default depends on
             --init.
         qkv_tokens: Instead of --to, tokens of each of the q, k and v projections.

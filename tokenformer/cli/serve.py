@@ -143,8 +143,8 @@ def run(
     options: dict[str, Any] = {"http": with_header_timeout(limits.request_timeout), "ws": "none"}
     app = build_app(name, loaded, tokenizer, queue, encoder, limits)
     server = Server(uvicorn.Config(app, timeout_graceful_shutdown=SECONDS_TO_END, **options))
-    # After shutting down, uvicorn raises the signal again. From here on, Ctrl-C during an import is
-    # no different: the server is up.
+    # After shutting down, uvicorn raises the signal again. From here on Ctrl-C shuts the server
+    # down, also during an import.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if callable(signal.getsignal(signal.SIGINT)):  # else it is ignored, as under nohup
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -18,20 +18,21 @@ def reraise_lost_interrupts() -> Iterator[Callable[[], None]]:
     Ctrl-C raises KeyboardInterrupt as usual. If that was ignored, the next call of the yielded
     function raises it again, and so does the end of the block.
     """
-    pending = False
+    pending, before = False, signal.getsignal(signal.SIGINT)
 
     def handle(number: int, frame: Any) -> None:
         nonlocal pending
-        pending = True
-        raise KeyboardInterrupt
+        try:
+            before(number, frame)  # type: ignore[operator,misc]
+        except KeyboardInterrupt:
+            pending = True
+            raise
 
     def check() -> None:
         if pending:
             raise KeyboardInterrupt
 
-    on_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGINT)
-    if not on_main_thread or not callable(before):
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield check
         return
     signal.signal(signal.SIGINT, handle)

@@ -171,7 +171,8 @@ def matching_transformer(
     - else the width, in heads of the same size, with the closest parameter count.
 
     With few heads that width is coarse: `match_ffn` then changes the hidden units of the
-    feed-forward layers, in steps of 8, so that the parameter counts agree.
+    feed-forward layers, in steps of 8, so that the parameter counts agree. It has no effect on
+    the four sizes.
     """
     for size in GROWTH_SIZES:
         if _has_shape(config, TokenformerConfig.from_preset(size)):
