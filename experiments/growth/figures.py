@@ -19,8 +19,9 @@ from typing import Any
 from study import COMPARISONS, FACTORS, GROWN, RATES, Training, sizes
 
 Row = dict[str, Any]
-SHAPES = [(128, 2), (64, 2), (128, 4)]
-COLOURS = ("#56b4e9", "#0072b2", "#009e73", "#e69f00", "#d55e00")
+PANELS = [(128, 2, "none"), (128, 2, "tokens"), (64, 2, "tokens"), (128, 4, "tokens")]
+"""Width, layers and rate law of the panels of rate-law.png."""
+COLOURS = {8: "#56b4e9", 32: "#0072b2", 64: "#009e73", 128: "#e69f00"}
 INK, PALE = "0.35", "0.92"
 
 
@@ -49,28 +50,30 @@ def rate_curves(rows: Iterable[Row], **fixed: Any) -> dict[int, list[tuple[float
 def draw_rates(rows: list[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    shapes = [shape for shape in SHAPES if rate_curves(rows, **shape_options(*shape, "tokens"))]
-    figure = Figure(figsize=(9, 3.9 * len(shapes)), layout="constrained")
-    grid = figure.subplots(len(shapes), 2, squeeze=False, sharex=True, sharey="row")
+    found = {panel: rate_curves(rows, **shape_options(*panel)) for panel in PANELS}
+    panels = {panel: curves for panel, curves in found.items() if curves}
+    lines = (len(panels) + 1) // 2
+    figure = Figure(figsize=(9, 3.9 * lines), layout="constrained")
+    grid = figure.subplots(lines, 2, squeeze=False, sharex=True, sharey="row")
     ticks = sorted({rate for rates in RATES.values() for rate in rates})
-    for line, (width, layers) in zip(grid, shapes, strict=True):
-        for axes, law in zip(line, ("none", "tokens"), strict=True):
-            curves = rate_curves(rows, **shape_options(width, layers, law))
-            for colour, (tokens, points) in zip(COLOURS, curves.items(), strict=False):
-                rates, bits = zip(*points, strict=True)
-                label = f"{tokens} and {sizes(tokens)['ffn_tokens']} tokens"
-                axes.plot(rates, bits, "o-", color=colour, markersize=3.5, label=label)
-                best = min(points, key=lambda point: point[1])
-                axes.plot(*best, "o", color=colour, markersize=9, fillstyle="none")
-            axes.set_xscale("log")
-            axes.set_xticks(ticks, [f"{1000 * tick:g}e-3" for tick in ticks])
-            axes.minorticks_off()
-            axes.grid(color=PALE)
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.tick_params(colors=INK, labelsize=8)
-            axes.set_xlabel("learning rate", color=INK, fontsize=9)
-            title = "one rate for all layers" if law == "none" else "rate_law: tokens"
-            axes.set_title(f"{title}\nwidth {width}, {layers} layers", fontsize=10, loc="left")
+    for axes, ((width, layers, law), curves) in zip(grid.flat, panels.items(), strict=False):
+        for tokens, points in curves.items():
+            colour = COLOURS[tokens]
+            rates, bits = zip(*points, strict=True)
+            label = f"{tokens} and {sizes(tokens)['ffn_tokens']} tokens"
+            axes.plot(rates, bits, "o-", color=colour, markersize=3.5, label=label)
+            best = min(points, key=lambda point: point[1])
+            axes.plot(*best, "o", color=colour, markersize=9, fillstyle="none")
+        axes.set_xscale("log")
+        axes.set_xticks(ticks, [f"{1000 * tick:g}e-3" for tick in ticks])
+        axes.minorticks_off()
+        axes.grid(color=PALE)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(colors=INK, labelsize=8)
+        axes.set_xlabel("learning rate", color=INK, fontsize=9)
+        title = "one rate for all layers" if law == "none" else "rate_law: tokens"
+        axes.set_title(f"{title}\nwidth {width}, {layers} layers", fontsize=10, loc="left")
+    for line in grid:
         line[0].set_ylabel("held-out bits per byte", color=INK, fontsize=9)
     grid[0][0].legend(
         frameon=False, fontsize=8, title="attention and feed-forward", title_fontsize=8
@@ -162,13 +165,12 @@ def print_factors(rows: dict[str, Row]) -> None:
 
 
 def print_rates(rows: list[Row]) -> None:
-    for width, layers in SHAPES:
-        for law in ("none", "tokens"):
-            print(f"\nwidth {width}, {layers} layers, rate_law: {law}")
-            for tokens, points in rate_curves(rows, **shape_options(width, layers, law)).items():
-                cells = "  ".join(f"{rate:.0e} {bits:.3f}" for rate, bits in points)
-                best = min(points, key=lambda point: point[1])
-                print(f"  {tokens:4} tokens: {cells}   best {best[0]:.1e}")
+    for width, layers, law in PANELS:
+        print(f"\nwidth {width}, {layers} layers, rate_law: {law}")
+        for tokens, points in rate_curves(rows, **shape_options(width, layers, law)).items():
+            cells = "  ".join(f"{rate:.1e} {bits:.3f}" for rate, bits in points)
+            best = min(points, key=lambda point: point[1])
+            print(f"  {tokens:4} tokens: {cells}   best {best[0]:.1e}")
 
 
 def main() -> None:

@@ -34,7 +34,12 @@ def test_a_stream_that_is_cut_off_ends_generation(parrot: Path):
     assert "the window slides" in errors
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.3, 1.0])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "seconds", [pytest.param(0.0, marks=SLOW), 0.3, pytest.param(1.0, marks=SLOW)]
+)
 def test_an_interrupt_while_it_imports_is_one_line(seconds, parrot: Path):
     """From the first import of the command itself, some 50 ms after the start of Python."""
     words = ["generate", str(parrot), "--prompt", "Say", "--max_new_tokens", str(10**6)]
