@@ -12,7 +12,7 @@ COLOURS = ("#0072b2", "#d55e00", "#6b6b6b", "#009e73")
 LABEL_GAP = 0.125
 """Minimum distance of the labels at the ends of the curves, as a share of the axis."""
 
-MARGIN_BELOW = 0.18
+MARGIN_BELOW = 0.24
 """Space for text below the lowest curve, as a share of the axis."""
 
 
