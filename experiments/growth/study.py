@@ -263,6 +263,13 @@ FACTORS = {
     "warm-up of 50 steps after growth": replace(GROWN, warmup_after_growth=50),
     "16 to 32 to 64 at 10 and 25 %": replace(GROWN, tokens=(16, 32, 64), shares=(0.1, 0.15, 0.75)),
     "16 to 32 to 64 at 15 and 40 %": replace(GROWN, tokens=(16, 32, 64), shares=(0.15, 0.25, 0.6)),
+    "16 to 32 to 64 at 10 and 25 %, random": replace(
+        GROWN, tokens=(16, 32, 64), shares=(0.1, 0.15, 0.75), init="random"
+    ),
+    "16 to 32 to 64 at 15 and 40 %, random": replace(
+        GROWN, tokens=(16, 32, 64), shares=(0.15, 0.25, 0.6), init="random"
+    ),
+    "32 to 64, random": replace(GROWN, tokens=(32, 64), init="random"),
 }
 """One change at a time to the growth from 16 to 64 tokens."""
 PLANS = {
