@@ -165,7 +165,12 @@ assert constant._dynamo_marked_constant
 }
 
 
-@pytest.mark.parametrize("use", USES)
+SLOW = ("the compiler", "parallel styles", "expert styles first")
+
+
+@pytest.mark.parametrize(
+    "use", [pytest.param(use, marks=pytest.mark.slow) if use in SLOW else use for use in USES]
+)
 def test_what_is_deferred_works_when_it_is_used(use: str, parrot: Path) -> None:
     code = f"FOLDER = {str(parrot)!r}\n{PRELUDE}{USES[use]}\nprint('done')"
     done = run([sys.executable, "-c", code])

@@ -294,7 +294,14 @@ def test_a_library_built_under_umask_002_is_loaded_again(tmp_path, monkeypatch, 
     assert file.stat().st_ino != made, "what others could write to is built again"
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "true", " ", '"'])
+@pytest.mark.parametrize(
+    "compiler",
+    [
+        "no-such-compiler",
+        "false",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("true", " ", '"')),
+    ],
+)
 def test_without_a_compiler_nothing_is_lost_but_speed(tmp_path, compiler):
     """One that is not there, one that fails, one that writes nothing, and no words."""
     process = start(tmp_path, compiler)

@@ -50,7 +50,8 @@ def run_worker(*arguments: object, count: int = 1) -> list[str]:
     return [output for output, _ in outputs]
 
 
-@pytest.mark.parametrize("wrapping", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapping", ["fsdp", "ddp"])
 def test_one_process_to_two_and_back(tmp_path, wrapping):
     """Two processes go on from the checkpoint of one, and one from that of the two."""
     import transformers

@@ -78,6 +78,7 @@ def assert_same_model(found: Path, expected: Path) -> None:
         assert (ours[name] - tensor).norm() < 1e-4 * tensor.norm(), name
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_and_go_on_with_each_others_checkpoints(corpus, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     train(make_recipe(corpus), one)
