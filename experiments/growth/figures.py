@@ -19,6 +19,8 @@ from typing import Any
 from study import COMPARISONS, FACTORS, GROWN, RATES, Training, sizes
 
 Row = dict[str, Any]
+COMPUTE = Training().compute
+"""Of the runs in rate-law.png."""
 PANELS = [(128, 2, "none"), (128, 2, "tokens"), (64, 2, "tokens"), (128, 4, "tokens")]
 """Width, layers and rate law of the panels of rate-law.png."""
 COLOURS = {8: "#56b4e9", 32: "#0072b2", 64: "#009e73", 128: "#e69f00"}
@@ -32,8 +34,8 @@ def read_rows(path: Path) -> dict[str, Row]:
 def shape_options(width: int, layers: int, rate_law: str) -> dict[str, Any]:
     """Return the options that the runs of one panel share."""
     default = Training()
-    shared = {name: getattr(default, name) for name in ("seed", "family", "compute", "decay")}
-    shared["embedding_rate"] = default.embedding_rate
+    names = ("seed", "family", "decay", "embedding_rate")
+    shared = {"compute": COMPUTE, **{name: getattr(default, name) for name in names}}
     return {**shared, "width": width, "layers": layers, "rate_law": rate_law}
 
 
@@ -52,6 +54,8 @@ def draw_rates(rows: list[Row], path: Path) -> None:
 
     found = {panel: rate_curves(rows, **shape_options(*panel)) for panel in PANELS}
     panels = {panel: curves for panel, curves in found.items() if curves}
+    if not panels:
+        return
     lines = (len(panels) + 1) // 2
     figure = Figure(figsize=(9, 3.9 * lines), layout="constrained")
     grid = figure.subplots(lines, 2, squeeze=False, sharex=True, sharey="row")

@@ -52,8 +52,9 @@ def test_study_runs_and_resumes(modules, corpus, tmp_path, monkeypatch, capsys):
     study, figures = modules
     tiny = study.Training(compute=2e10)
     grown = replace(tiny, tokens=(8, 32), shares=(0.4, 0.6))
-    slow = replace(tiny, rate_law="none", rate=1e-3)
+    slow = replace(tiny, rate=1e-3)
     monkeypatch.setitem(study.PLANS, "rates", [tiny, slow, grown])
+    monkeypatch.setattr(figures, "COMPUTE", tiny.compute)
     arms = {"from scratch": tiny, "grown": grown}
     monkeypatch.setattr(figures, "COMPARISONS", {"8 to 32 tokens": arms})
     arguments = ["study", str(corpus), "--out", str(tmp_path), "--workers", "1", "--only", "rates"]
