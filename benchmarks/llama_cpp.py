@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.decode import SIZES, Decoder
+from benchmarks.decode import BITS, SIZES, Decoder
 from benchmarks.harness import (
     make_parser,
     number,
@@ -37,7 +37,6 @@ from benchmarks.training import ours
 
 FORMATS = {"fp32": "F32", "bf16": "F16", "int8": "Q8_0", "int4": "Q4_0"}
 """Ours, and the one of llama.cpp with as many bytes per weight."""
-BITS = {"int8": 8, "int4": 4}
 BLOCK = 32
 """Weights per block of Q8_0 and Q4_0: rows are whole blocks."""
 WORKER = Path(__file__).parent / "llama_cpp_worker.py"

@@ -20,10 +20,10 @@ n and n' are the old and new token counts, s is the old scale.
 1/k of the value. Noise on the copies' values that sums to zero breaks the symmetry. `zero_value`: m
 new keys with the Gram matrix m/n K^T K multiply every norm by sqrt(n'/n), which the scale s n'/n
 cancels. This is exact for `l2_gelu` if there are at least as many new tokens as the rank of the old
-keys, and approximate otherwise. `shrink`: with more tokens each value
-learns at a lower rate, and old values, which became large at the higher one, would hardly change
-any more. Scaled down they learn with the new ones: the loss rises at growth and ends lower. Compare
-"shrink and perturb" (Ash and Adams, 2020).
+keys, and approximate otherwise. `shrink`: with more tokens each value learns at a lower rate, and
+old values, which became large at the higher one, would hardly change any more. Scaled down they
+learn with the new ones: the loss rises at growth and ends lower. Compare "shrink and perturb" (Ash
+and Adams, 2020).
 """
 
 import math
