@@ -39,6 +39,17 @@ def make_groups(d_in: int, *sizes: tuple[int, int], **options: Any) -> list[Toke
     ]
 
 
+def make_rows(rows: int, d_in: int, groups: list[TokenGroup]) -> Tensor:
+    """Random rows. One whose scores almost vanish, as with a single token that it is orthogonal to,
+    has a norm of few exact digits in fp32: it is moved along a key."""
+    x = torch.randn(rows, d_in)
+    for group in groups:
+        norms = (x @ group.keys.T).norm(dim=1)
+        small = norms < 0.05 * x.norm(dim=1) * group.keys.norm()
+        x = torch.where(small[:, None], x + group.keys[0], x)
+    return x
+
+
 def exact(x: Tensor, groups: list[TokenGroup], grads: list[Tensor]) -> list[Tensor]:
     """Outputs and the gradients of x, keys and values, by autograd in float64."""
     rows = x.double().requires_grad_()
@@ -74,7 +85,7 @@ def test_values_and_gradients(d_in, sizes, rows, eps, approximate, threads, monk
     monkeypatch.setattr(fused, "BLOCK_ROWS", 21)
     monkeypatch.setattr(fused, "rows_per_product", lambda tokens: 100)
     groups = make_groups(d_in, *sizes, eps=eps, approximate=approximate)
-    x, grads = torch.randn(rows, d_in), [torch.randn(rows, d_out) for _, d_out in sizes]
+    x, grads = make_rows(rows, d_in, groups), [torch.randn(rows, d_out) for _, d_out in sizes]
     outs, saved = fused.forward(x, groups, save=True)
     plain, _ = fused.forward(x, groups, save=False)
     dx, gradients = fused.backward(grads, x, groups, saved)

@@ -37,13 +37,33 @@ def assert_close(found: list[Tensor], wanted: list[Tensor], tolerance: float) ->
 
 def assert_as_accurate(backend: str, inputs: list[Tensor], **options: object) -> None:
     """Assert that a backend is as accurate as the reference, or within a few roundings of the
-    largest entry."""
+    largest entry. The reference's error is the largest over some orders of the tokens: where sums
+    cancel, that of a single order is a matter of luck, and of the processor."""
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     truth = output_and_gradients("reference", exact, **options)
-    wanted = output_and_gradients("reference", inputs, **options)
     found = output_and_gradients(backend, inputs, **options)
-    for one, other, true in zip(found, wanted, truth, strict=True):
+    usual = torch.stack([reference_errors(inputs, truth, seed, **options) for seed in range(8)])
+    for one, true, most in zip(found, truth, usual.amax(dim=0), strict=True):
         assert one.dtype == inputs[0].dtype
-        error, usual = ((tensor.double() - true).abs().max() for tensor in (one, other))
+        error = (one.double() - true).abs().max()
         rounding = torch.finfo(one.dtype).eps * true.abs().max()
-        assert error <= 2 * usual + 8 * rounding, (error, true.abs().max())
+        assert error <= 2 * most + 8 * rounding, (error, most, true.abs().max())
+
+
+def reference_errors(
+    inputs: list[Tensor], truth: list[Tensor], seed: int, **options: object
+) -> Tensor:
+    """Return the largest error of the output and of every gradient with the tokens in a random
+    order."""
+    x, *tokens = inputs
+    order = torch.randperm(len(tokens[0]), generator=torch.Generator().manual_seed(seed))
+    order = order.to(x.device)
+    permuted = [tensor.detach()[order].requires_grad_() for tensor in tokens]
+    out, dx, *gradients = output_and_gradients("reference", [x, *permuted], **options)
+    wanted = [*truth[:2], *(true[order] if true.ndim else true for true in truth[2:])]
+    return torch.stack(
+        [
+            (one.double() - true).abs().max()
+            for one, true in zip([out, dx, *gradients], wanted, strict=True)
+        ]
+    )
