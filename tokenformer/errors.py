@@ -33,6 +33,10 @@ class TrainingError(TokenformerError):
     exit_code = 1
 
 
+class DivergedError(TrainingError):
+    """Training has diverged: too many bad steps in a row."""
+
+
 def one_line(error: Exception) -> str:
     """Return the message of an error on one line, or its type if it has none."""
     return " ".join(str(error).split()) or type(error).__name__

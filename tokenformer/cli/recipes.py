@@ -68,10 +68,21 @@ def recipe_list() -> str:
 
 def summary(recipe: Path) -> Iterator[str]:
     """Yield the claim and the cost from the comments at the top of a recipe, indented."""
+    for topic, text in header(recipe):
+        if topic in SUMMARY:
+            shown = text if topic == "Claim" else f"{topic}: {text}"
+            yield from (" " * INDENT + part for part in wrap(shown, WIDTH - INDENT))
+
+
+def header(recipe: Path) -> Iterator[tuple[str, str]]:
+    """Yield the comments at the top of a recipe as (topic, text)."""
     for line in recipe.read_text(encoding="utf-8").splitlines():
-        topic, _, text = line.removeprefix("#").strip().partition(" ")
         if not line.startswith("#"):
             return
-        if topic in SUMMARY:
-            text = text.strip() if topic == "Claim" else f"{topic}: {text.strip()}"
-            yield from (" " * INDENT + part for part in wrap(text, WIDTH - INDENT))
+        topic, _, text = line.removeprefix("#").strip().partition(" ")
+        yield topic, text.strip()
+
+
+def header_line(recipe: Path, wanted: str) -> str:
+    """Return the comment on a topic at the top of a recipe; empty if it has none."""
+    return next((text for topic, text in header(recipe) if topic == wanted), "")

@@ -32,6 +32,7 @@ def train(
     out: Path | None = None,
     max_steps: int | None = None,
     override: bool = False,
+    dry_run: bool = False,
     model: ModelOptions = ModelOptions(),  # noqa: B008
     data: DataOptions = DataOptions(),  # noqa: B008
     optimizer: OptimizerOptions = OptimizerOptions(),  # noqa: B008
@@ -53,6 +54,8 @@ def train(
         max_steps: Train at most this many steps, with the schedule and warm-up fitted to them.
         override: Resume an existing run with changed options, or extend a finished one with a
             larger run.steps. Changes are recorded in config-history.yaml.
+        dry_run: Check the recipe and print parameters, steps, FLOPs, learning rate and memory of
+            every stage; train and write nothing. The data may be missing.
     """
     folder = out or Path("runs") / recipe.stem
     options = Recipe(model, data, optimizer, schedule, run, stages, augmentation)
@@ -61,10 +64,16 @@ def train(
             raise InputError(f"--max_steps {max_steps} must be at least 1")
         options = shortened(options, max_steps)
     try:
-        job = checked(Job(recipe, folder, options, override))
+        job = checked(Job(recipe, folder, options, override), needs_data=not dry_run)
     except (ValueError, OSError) as error:
         raise InputError(one_line(error)) from None
-    train_job(job)
+    if not dry_run:
+        train_job(job)
+        return
+    from tokenformer.cli.dry_run import show_run
+    from tokenformer.train.run_record import newest_step
+
+    show_run(job.file, job.recipe, job.notes, job.folder, newest_step(job.folder))
 
 
 @dataclass
@@ -79,7 +88,7 @@ class Job:
     """Lines to print before training starts."""
 
 
-def checked(job: Job) -> Job:
+def checked(job: Job, needs_data: bool = True) -> Job:
     """Return the job with absolute paths, after all checks that do not need torch."""
     from tokenformer.train.recipe_inputs import check_inputs, resolve_paths
     from tokenformer.train.run_record import Record, check_folder, newest_step
@@ -88,7 +97,7 @@ def checked(job: Job) -> Job:
     check_folder(job.folder)
     notes: list[str] = []
     recipe = resolve_paths(job.recipe, job.file, record.values, notes.append)
-    check_inputs(recipe, begun=step > 0)
+    check_inputs(recipe, begun=step > 0, needs_data=needs_data)
     record.check(recipe, step, job.override)
     return Job(job.file, job.folder, recipe, job.override, tuple(notes))
 

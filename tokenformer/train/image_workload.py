@@ -17,7 +17,7 @@ from tokenformer.models.model_classes import MODEL_CLASSES, build_on_meta
 from tokenformer.models.vision import VisionModelForImageClassification
 from tokenformer.train.image_task import ImageTask
 from tokenformer.train.options import Recipe
-from tokenformer.train.recipe_inputs import check_model_options
+from tokenformer.train.recipe_inputs import new_config
 
 IMAGE_FAMILIES: dict[str, type[Any]] = {
     "tokenformer": TokenformerVisionConfig,
@@ -66,15 +66,11 @@ class ImageWorkload:
                     f"model.options.{name}={wanted}, but the images have {len(self.classes)} "
                     "classes; leave it out"
                 )
-        given: dict[str, Any] = {**self.class_names, **options.options}
-        if options.preset is not None:
-            config = config_class.from_preset(options.preset, **given)
-        else:
+        native: dict[str, Any] = {}
+        if options.preset is None:
             height, width, channels = self.train.picture(0)[0].shape
             native = {"image_size": min(height, width), "num_channels": channels}
-            config = config_class(**{**native, **given})
-        check_model_options(options.options, config_class)
-        return build_on_meta(config)
+        return build_on_meta(new_config(options, config_class, **native, **self.class_names))
 
     @property
     def class_names(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from tokenformer.train.parallel.distribute import (
     reshard,
     sum_over_ranks,
 )
-from tokenformer.train.parallel.mesh import make_mesh
+from tokenformer.train.parallel.mesh import check_batch_size, make_mesh
 from tokenformer.train.row_rates import RowRates
 from tokenformer.train.scale_anneal import ScaleAnneal
 from tokenformer.train.schedule import rate_factor
@@ -76,11 +76,7 @@ class Loop:
         self.device = device()
         self.mesh = make_mesh(run.tensor_parallel, self.device.type)
         self.ranks = self.mesh.data
-        if run.batch_size % self.ranks.count:
-            raise ValueError(
-                f"batch_size={run.batch_size} must be a multiple of the {self.ranks.count} "
-                "processes that share it"
-            )
+        check_batch_size(run.batch_size, self.ranks.count)
         if run.activation_checkpointing:
             task.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.module = distribute(task.model, task.module, run.parallel, run.seed, self.mesh)

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from tokenformer.growth.grow import grow
+from tokenformer.growth.grow import TOKENS, grow
 from tokenformer.growth.growth_report import GrowthReport
 from tokenformer.growth.model_folder import grow_folder, grow_transformer_folder
 from tokenformer.growth.tokens.token_counts import config_with_tokens, target_token_counts
+from tokenformer.growth.tokens.token_growth import check_options
+from tokenformer.growth.transformer.methods import check_method
+from tokenformer.growth.transformer.target_config import SIZES, target_config
 from tokenformer.models.block_configuration import BlockConfig
 from tokenformer.models.configuration import TokenConfig, TransformerConfig
 from tokenformer.models.loading import load_config
@@ -80,9 +83,38 @@ def target(to: str | None, config: BlockConfig) -> Any:
     return other
 
 
-def check_growth(config: BlockConfig, stages: list[Stage]) -> None:
-    """Raise at the start of a run if a later stage could not grow its TokenFormer."""
+def grown_config(config: BlockConfig, options: GrowthOptions) -> BlockConfig:
+    """Return the configuration, apart from scales and rates of tokens, of the model that
+    `grow_model` returns for one of `config`. Raises for options it cannot grow by, except those
+    that only the method of a Transformer checks."""
+    to = target(options.to, config)
+    if isinstance(config, TokenConfig):
+        if options.method not in (None, TOKENS):
+            raise ValueError(
+                f"method={options.method!r}: a TokenFormer grows by its tokens; leave it out"
+            )
+        counts = target_token_counts(config, to, options.sizes)
+        check_options(config, counts, options.init, options.scale, options.old_rate)
+        learned = config.learned_scale or options.scale == "learned"
+        return config_with_tokens(config, counts, learned_scale=learned)
+    if not isinstance(config, TransformerConfig):
+        raise ValueError(
+            f"a {config.model_type} model cannot grow; a TokenFormer or a Transformer language "
+            "model can"
+        )
+    check_method(options.method or "net2net", options.sizes.keys() - SIZES)
+    sizes = {name: size for name, size in options.sizes.items() if name in SIZES}
+    return target_config(config, to, sizes)
+
+
+def stage_configs(config: BlockConfig, stages: list[Stage]) -> list[BlockConfig]:
+    """Return the configuration of every stage; raise if one of them could not grow."""
+    found = []
     for stage in stages:
-        if stage.grow is not None and isinstance(config, TokenConfig):
-            to = target(stage.grow.to, config)
-            config = config_with_tokens(config, target_token_counts(config, to, stage.grow.sizes))
+        if stage.grow is not None:
+            try:
+                config = grown_config(config, stage.grow)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"stage {stage.index + 1} cannot grow: {error}") from None
+        found.append(config)
+    return found

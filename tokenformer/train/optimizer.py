@@ -21,10 +21,7 @@ def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.O
     Parameters of rate 0 are frozen: they get no gradient and no weight decay.
     """
     groups: dict[tuple[float, bool, Any], list[nn.Parameter]] = {}
-    names = [name for name, _ in model.named_parameters()]
-    for pattern in options.rates:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"rates: no parameter matches {pattern!r}; one is called {names[-1]}")
+    check_rates(model, options)
     factors = first_scales(model) | token_factors(model, options)
     for name, parameter in model.named_parameters():
         rate = rate_of(name, options) * factors.get(name, 1.0)
@@ -32,8 +29,6 @@ def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.O
         if rate > 0:
             kind = (rate, parameter.ndim >= 2, mesh_of(parameter))
             groups.setdefault(kind, []).append(parameter)
-    if not groups:
-        raise ValueError(f"rates={options.rates} freeze every parameter; leave one to train")
     return torch.optim.AdamW(
         [
             {
@@ -48,6 +43,16 @@ def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.O
         eps=options.eps,
         fused=True,
     )
+
+
+def check_rates(model: nn.Module, options: OptimizerOptions) -> None:
+    """Raise if a pattern matches no parameter, or if no parameter would be trained."""
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in options.rates:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"rates: no parameter matches {pattern!r}; one is called {names[-1]}")
+    if not any(rate_of(name, options) > 0 for name in names):
+        raise ValueError(f"rates={options.rates} freeze every parameter; leave one to train")
 
 
 def first_scales(model: nn.Module) -> dict[str, float]:

@@ -92,13 +92,13 @@ class ScheduleOptions:
 
     kind: Literal["cosine", "constant", "wsd"] = "cosine"
     """cosine decays to the floor; wsd (warm-up, stable, decay) is constant, then falls linearly to
-    the floor over the last `decay` of the run."""
+    the floor over the last `decay` of the steps after the warm-up."""
     warmup_steps: int = 100
     """Steps of the warm-up."""
     floor: float = 0.1
     """Final learning rate, as a fraction of the peak."""
     decay: float = 0.2
-    """Share of the run over which `wsd` decays."""
+    """Share of the steps after the warm-up over which `wsd` decays."""
 
     def __post_init__(self) -> None:
         require(self, 0, "warmup_steps")

@@ -21,7 +21,7 @@ from tokenformer.train.options import Recipe
 
 CONFIG = "config.yaml"
 """The recipe of a run, in its folder."""
-COMMAND_OPTIONS = ("out", "max_steps", "override")
+COMMAND_OPTIONS = ("out", "max_steps", "override", "dry_run")
 """Options of `tokenformer train` besides the sections of a recipe."""
 MAX_BYTES = 1 << 18
 MAX_VALUES = 20_000

@@ -18,7 +18,7 @@ from tokenformer.errors import DataError
 from tokenformer.installation import PACKAGE, RECIPES
 from tokenformer.models import presets
 from tokenformer.paths import closest_path, exists, expand_user, is_local, missing_message
-from tokenformer.train.options import OptimizerOptions, Recipe
+from tokenformer.train.options import ModelOptions, OptimizerOptions, Recipe
 from tokenformer.train.recipe import read_mapping
 from tokenformer.train.reporters import check_reporters
 from tokenformer.train.stages import plan
@@ -80,20 +80,29 @@ def candidates(value: str, file: Path | None, recorded: str | None) -> Iterator[
         yield Path(recorded)
 
 
-def check_inputs(recipe: Recipe, begun: bool) -> None:
+def check_inputs(recipe: Recipe, begun: bool, needs_data: bool = True) -> None:
     """Raise if data, initial model, preset, stages or loggers are missing or invalid. A run that
-    has `begun` no longer needs its initial model."""
+    has `begun` no longer needs its initial model; a dry run needs no data."""
     plan(recipe)
     check_reporters(recipe.run.log_to)
     model, data = recipe.model, recipe.data
     if model.preset is not None and not begun:
         presets.preset(model.preset, PRESETS[model.family, data.images is None])
-    if data.images is None:
+    if not needs_data and absent_data(recipe) is not None:
+        pass
+    elif data.images is None:
         text_splits(recipe)
     elif data.images != DIGITS and is_mistyped(data.images):
         raise DataError(f"data.images: {missing_message(data.images)}")
     if model.start_from is not None and not begun:
         check_start(model.start_from)
+
+
+def absent_data(recipe: Recipe) -> str | None:
+    """Return the name of the recipe's data if it is not a folder here. Images may be on the hub."""
+    name = recipe.data.corpus if recipe.data.images is None else recipe.data.images
+    present = name is None or name == DIGITS or exists(expand_user(name))
+    return None if present else name
 
 
 def check_start(name: str) -> None:
@@ -118,6 +127,19 @@ def uses_rate_for_new_model(recipe: Recipe, file: Path) -> bool:
         return False
     rate = (written.get("optimizer") or {}).get("learning_rate", OptimizerOptions.learning_rate)
     return float(rate) == recipe.optimizer.learning_rate
+
+
+def new_config(options: ModelOptions, config_class: type[Any], **from_data: Any) -> Any:
+    """Return the configuration of a model to train from fresh weights: the options of the recipe,
+    and what its data sets."""
+    given = {**from_data, **options.options}
+    config = (
+        config_class.from_preset(options.preset, **given)
+        if options.preset is not None
+        else config_class(**given)
+    )
+    check_model_options(options.options, config_class)
+    return config
 
 
 def check_model_options(options: dict[str, Any], config_class: type[Any]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tokenformer.errors import CheckpointError, TrainingError
+from tokenformer.errors import CheckpointError, DivergedError, TrainingError
 from tokenformer.growth.growth_report import GrowthReport
 from tokenformer.models.loading import device
 from tokenformer.train import checkpoint
@@ -31,7 +31,7 @@ from tokenformer.train.metrics import (
     metrics_writer,
     read_metrics,
 )
-from tokenformer.train.model_growth import check_growth
+from tokenformer.train.model_growth import stage_configs
 from tokenformer.train.options import Recipe
 from tokenformer.train.parallel.distribute import max_over_ranks
 from tokenformer.train.parallel.ranks import Ranks
@@ -214,7 +214,7 @@ class Run:
         if path is None:
             self.stage = self.stages[0]
             model = self.workload.first_model()
-            check_growth(model.config, self.stages)
+            stage_configs(model.config, self.stages)  # raises if a later stage could not grow
             return Loop.from_stage(self.workload.task(model), self.stage)
         self.resumed = path
         state = checkpoint.read_state(path, REQUIRED_STATE)
@@ -317,7 +317,7 @@ class Run:
         if policy == "stop":
             raise TrainingError(f"{where}; to continue, use --run.on_spike skip or rollback")
         if self.problems > MAX_PROBLEMS:
-            raise TrainingError(f"{where}; that is {self.problems} such steps in a row")
+            raise DivergedError(f"{where}; that is {self.problems} such steps in a row")
         if policy == "skip":
             self.report(f"{where}; skipped")
             write(row)

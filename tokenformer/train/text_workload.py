@@ -8,15 +8,19 @@ from typing import Any
 from torch import Tensor
 
 from tokenformer.data.batches import sample_batch
-from tokenformer.data.corpus import open_corpus
+from tokenformer.data.corpus import Corpus, open_corpus
 from tokenformer.data.tokenizer import tokenizer_from_file
 from tokenformer.errors import DataError
-from tokenformer.models.configuration import TokenformerConfig, TransformerConfig
+from tokenformer.models.configuration import (
+    LanguageConfig,
+    TokenformerConfig,
+    TransformerConfig,
+)
 from tokenformer.models.language import LanguageModelForCausalLM
 from tokenformer.models.loading import load_for_training
 from tokenformer.models.model_classes import MODEL_CLASSES, build_on_meta
 from tokenformer.train.options import Recipe
-from tokenformer.train.recipe_inputs import check_model_options, text_splits
+from tokenformer.train.recipe_inputs import new_config, text_splits
 from tokenformer.train.task import LanguageTask
 
 TEXT_FAMILIES: dict[str, type[Any]] = {
@@ -45,20 +49,15 @@ class TextWorkload:
         config_class = TEXT_FAMILIES[options.family]
         if options.start_from is not None:
             return self.load(options.start_from, MODEL_CLASSES[config_class])
-        given = {
-            "vocab_size": self.corpus.vocab_size,
-            "max_position_embeddings": self.recipe.data.length,
-            "bos_token_id": self.tokenizer.bos_token_id,
-            "eos_token_id": self.tokenizer.eos_token_id,
-            "pad_token_id": self.tokenizer.pad_token_id,
-            **options.options,
-        }
-        config = (
-            config_class.from_preset(options.preset, **given)
-            if options.preset is not None
-            else config_class(**given)
+        config = new_config(
+            options,
+            config_class,
+            vocab_size=self.corpus.vocab_size,
+            max_position_embeddings=self.recipe.data.length,
+            bos_token_id=self.tokenizer.bos_token_id,
+            eos_token_id=self.tokenizer.eos_token_id,
+            pad_token_id=self.tokenizer.pad_token_id,
         )
-        check_model_options(options.options, config_class)
         return build_on_meta(config)
 
     def load(self, folder: str, model_class: Any) -> LanguageModelForCausalLM:
@@ -88,11 +87,7 @@ class TextWorkload:
         return self.tokenizer
 
     def task(self, model: LanguageModelForCausalLM) -> LanguageTask:
-        if self.corpus.vocab_size > model.config.vocab_size:
-            raise DataError(
-                f"{self.corpus.folder} has a vocabulary of {self.corpus.vocab_size}, the model one "
-                f"of {model.config.vocab_size}; prepare the text with the model's tokenizer"
-            )
+        check_vocabulary(self.corpus, model.config)
         held_out = self.held_out
         return LanguageTask(
             model,
@@ -102,4 +97,12 @@ class TextWorkload:
             seed=self.recipe.run.seed,
             order=self.recipe.data.order,
             bytes_per_token=1.0 if held_out is None else held_out.bytes / len(held_out),
+        )
+
+
+def check_vocabulary(corpus: Corpus, config: LanguageConfig) -> None:
+    if corpus.vocab_size > config.vocab_size:
+        raise DataError(
+            f"{corpus.folder} has a vocabulary of {corpus.vocab_size}, the model one of "
+            f"{config.vocab_size}; prepare the text with the model's tokenizer"
         )

@@ -116,11 +116,7 @@ class TokenGrowth(TokenRewrite):
         copy: CopyTensor = copy_tensor,
         allocate: Allocate = allocate_rows,
     ) -> None:
-        check_options(config, sizes, init, scale)
-        if init in CHANGE_OLD and (old_rate == 0 or has_frozen_tokens(config)):
-            raise ValueError(
-                f"some tokens are frozen, and init={init!r} would change them; use init='zero'"
-            )
+        check_options(config, sizes, init, scale, old_rate)
         self.scale_policy = scale or ("current" if init in JUMPING else "frozen")
         self.init, self.target, self.allocate = init, sizes, allocate
         learned_scale = config.learned_scale or self.scale_policy == "learned"
@@ -259,7 +255,9 @@ JUMPING = ("random", "shrink")
 """Inits that change the output, so the scale may as well be that of the new count."""
 
 
-def check_options(config: TokenConfig, sizes: TokenCounts, init: str, scale: str | None) -> None:
+def check_options(
+    config: TokenConfig, sizes: TokenCounts, init: str, scale: str | None, old_rate: float | None
+) -> None:
     if init not in INITIALIZERS:
         raise ValueError(f"init={init!r} is unknown; choose one of {', '.join(INITIALIZERS)}")
     if scale is not None and scale not in SCALE_POLICIES:
@@ -276,6 +274,10 @@ def check_options(config: TokenConfig, sizes: TokenCounts, init: str, scale: str
                 "with softmax a token with a zero key still has weight, so adding it changes the "
                 "output; use init='clone' with a whole multiple of the tokens, or init='random'"
             )
+    if init in CHANGE_OLD and (old_rate == 0 or has_frozen_tokens(config)):
+        raise ValueError(
+            f"some tokens are frozen, and init={init!r} would change them; use init='zero'"
+        )
 
 
 def has_frozen_tokens(config: TokenConfig) -> bool:

@@ -18,7 +18,7 @@ layers never are. Each method is a function from an `Expansion` to `GrownWeights
 own; its keyword arguments are the options of the method.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from inspect import signature
 from typing import Any
 
@@ -76,10 +76,8 @@ def grow_transformer(
         raise TypeError(
             f"only a TransformerForCausalLM grows by {method}, not a {type(model).__name__}"
         )
-    if method not in METHODS:
-        raise ValueError(f"method={method!r} is unknown; choose one of {', '.join(METHODS)}")
     sizes = {name: options.pop(name) for name in SIZES if name in options}
-    check_options(method, options)
+    check_method(method, options)
     before = model.config
     after = target_config(before, to, sizes)
     old = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -101,7 +99,10 @@ def grow_transformer(
     return larger, report
 
 
-def check_options(method: str, options: dict[str, Any]) -> None:
+def check_method(method: str, options: Iterable[str]) -> None:
+    """Raise if there is no such method, or if it has no option of one of these names."""
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} is unknown; choose one of {', '.join(METHODS)}")
     known = [name for name in signature(METHODS[method]).parameters if name != "expansion"]
     for name in options:
         if name not in known:

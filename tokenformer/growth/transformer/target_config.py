@@ -7,6 +7,7 @@ more heads.
 from collections.abc import Mapping
 from typing import Any
 
+from tokenformer.models.block_configuration import check_count
 from tokenformer.models.configuration import TransformerConfig
 
 SIZES = (
@@ -38,6 +39,8 @@ def target_config(
     """Return `config` with the sizes of a preset, of another configuration, or as given."""
     if (to is None) == (not sizes):
         raise ValueError(f"give either a size to grow to or any of {', '.join(SIZES)}")
+    for name, size in sizes.items():
+        check_count(name, size)
     if isinstance(to, str):
         target = config_sizes(TransformerConfig.from_preset(to, mlp=config.mlp))
         target["num_key_value_heads"] = key_value_heads(config, target["num_attention_heads"])

@@ -53,7 +53,7 @@ def distribute(
         model.to(device())
     devices = None  # all ranks
     if mesh.devices is not None:
-        check_tokens(model, mesh)
+        check_tokens(model, mesh.devices["tp"].size(), mesh.data.count)
         shard_tokens(model, mesh.devices["tp"])
         parallel, devices = "fsdp", mesh.devices["data"]  # DDP does not support DTensors
     alone = mesh.data.count == 1
@@ -66,11 +66,9 @@ def distribute(
     return module if alone or parallel == "fsdp" else DistributedDataParallel(module)
 
 
-def check_tokens(model: nn.Module, mesh: Mesh) -> None:
-    """Raise if the model has no tokens to shard, or too few for FSDP2, which fails on a rank
-    without any."""
-    assert mesh.tensor is not None
-    count = mesh.tensor.count
+def check_tokens(model: nn.Module, count: int, data_ranks: int) -> None:
+    """Raise if the model has no tokens to shard over `count` ranks, or too few for FSDP2, which
+    fails on a rank without any."""
     tokens = [layer.num_tokens for layer in model.modules() if isinstance(layer, Pattention)]
     if not tokens:
         raise ValueError(
@@ -78,7 +76,7 @@ def check_tokens(model: nn.Module, mesh: Mesh) -> None:
             "none; set it to 1"
         )
     fewest = min(tokens)
-    if mesh.data.count > 1 and -(-fewest // count) * (count - 1) >= fewest:
+    if data_ranks > 1 and -(-fewest // count) * (count - 1) >= fewest:
         raise ValueError(
             f"tensor_parallel={count} leaves a process without any of the {fewest} tokens of a "
             "layer; choose a smaller number"

@@ -43,15 +43,29 @@ def make_mesh(tensor_parallel: int, kind: str) -> Mesh:
     """Return the mesh of all ranks on devices of type `kind`, `tensor_parallel` of them along `tp`.
     Collective."""
     ranks = Ranks()
-    if ranks.count % tensor_parallel:
-        raise ValueError(
-            f"tensor_parallel={tensor_parallel} must divide the number of processes, which is "
-            f"{ranks.count}"
-        )
+    data = count_data_ranks(ranks.count, tensor_parallel)
     if tensor_parallel == 1:
         return Mesh(ranks)
-    devices = make_devices(dist.group.WORLD, ranks.count // tensor_parallel, kind)
+    devices = make_devices(dist.group.WORLD, data, kind)
     return Mesh(Ranks(devices.get_group("data")), Ranks(devices.get_group("tp")), devices)
+
+
+def count_data_ranks(processes: int, tensor_parallel: int) -> int:
+    """Return the number of processes, or of groups that share tokens, that split the batch."""
+    if processes % tensor_parallel:
+        raise ValueError(
+            f"tensor_parallel={tensor_parallel} must divide the number of processes, which is "
+            f"{processes}"
+        )
+    return processes // tensor_parallel
+
+
+def check_batch_size(batch_size: int, data_ranks: int) -> None:
+    if batch_size % data_ranks:
+        raise ValueError(
+            f"batch_size={batch_size} must be a multiple of the {data_ranks} processes that "
+            "share it"
+        )
 
 
 @cache
