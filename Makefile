@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := tokenformer tests benchmarks experiments examples
 
-.PHONY: demo test test-slow bench docs check format clean
+.PHONY: demo test test-slow bench reproduce docs check format clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.core           ## train a small TokenFormer on Python's standard library, grow it, train on; plots the loss
@@ -17,6 +17,9 @@ test-slow: .venv/.slow      ## the tests marked slow: compilation, GPU kernels i
 
 bench: .venv/.dev           ## speed and memory against baselines, about 25 minutes; tables, a results file and a plot
 	$(BIN)/python -m benchmarks
+
+reproduce: .venv/.dev       ## every table and figure of the paper at laptop scale, under 4 hours on two cores; resumes
+	$(BIN)/python -m experiments run
 
 docs: .venv/.docs           ## build the documentation into site/; fails on a broken link or docstring
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
