@@ -1,7 +1,9 @@
 """The scale `paper`: published sizes and budgets, from the recipes, by torchrun on one machine.
 
     job = RecipeRun("openwebtext/transformer-354m", (("run.steps", 57220),), "tenth")
-    shlex.join(job.command(Path("runs/tenth"), processes=8))
+    shlex.join(job.command(workspace, processes=8))
+    larger = GrowthRun(job, (("to", "757m"), ("method", "net2net")))
+    RecipeRun("openwebtext/enwik8", start=larger)               # trains what `larger` ended with
     launch(exhibits, scale, results, folder, dry_run=True)      # check all recipes, run nothing
 
 A run is `tokenformer train` in a folder of its own, so it resumes by itself. For several machines
@@ -17,7 +19,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,12 @@ class RecipeRun(Job):
     """Dotted names of options and their values."""
     label: str = ""
     """What the overrides are for."""
+    start: Job | None = None
+    """The job whose model this run starts from, instead of fresh weights."""
+
+    @property
+    def needs(self) -> tuple[Job, ...]:
+        return () if self.start is None else (self.start,)
 
     @property
     def file(self) -> Path:
@@ -66,30 +74,84 @@ class RecipeRun(Job):
             words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
         return words
 
-    def arguments(self, folder: Path) -> list[str]:
+    def arguments(self, workspace: Workspace) -> list[str]:
         """Return the arguments of the command `tokenformer`."""
-        return ["train", str(self.file), "--out", str(folder), *self.override_words]
+        words = ["train", str(self.file), "--out", str(self.folder(workspace))]
+        if self.start is not None:
+            words += ["--model.start_from", str(workspace.model(self.start))]
+        return [*words, *self.override_words]
 
-    def command(self, folder: Path, processes: int) -> list[str]:
-        """Return the command that trains in `folder`, to be run at the root of this repository."""
+    def command(self, workspace: Workspace, processes: int) -> list[str]:
+        """Return the command that trains, to be run at the root of this repository."""
         launcher = ["torchrun", "--standalone", "--nproc-per-node", str(processes)]
-        return [*launcher, "-m", "tokenformer", *self.arguments(folder)]
+        return [*launcher, "-m", "tokenformer", *self.arguments(workspace)]
 
     def folder(self, workspace: Workspace) -> Path:
         """Return the run folder."""
         words = [*self.recipe.split("/"), self.label, self.digest]
         return workspace.folder / "runs" / "-".join(word for word in words if word)
 
+    def check(self, workspace: Workspace) -> None:
+        """Do a dry run; exits if the recipe is not valid. The model of `start` may not exist yet:
+        that of the recipe has its sizes."""
+        from tokenformer.cli import main
+
+        fresh = replace(self, start=None)
+        main([*fresh.arguments(absolute(workspace)), "--dry_run"])
+
     def run(self, workspace: Workspace, processes: int | None = None) -> Result:
-        folder = self.folder(workspace).resolve()
-        _, *arguments = self.command(folder, processes or default_processes())
+        workspace = absolute(workspace)
+        folder, model = self.folder(workspace), workspace.model(self)
+        _, *arguments = self.command(workspace, processes or default_processes())
         # The module, because torchrun is on the PATH only in an activated environment.
         execute([sys.executable, "-m", "torch.distributed.run", *arguments])
-        model = workspace.model(self)
         model.parent.mkdir(parents=True, exist_ok=True)
         if not model.exists():
             model.symlink_to(folder / "model")
         return read_result(folder)
+
+
+@dataclass(frozen=True)
+class GrowthRun(Job):
+    """`tokenformer grow` on the model of a run."""
+
+    start: RecipeRun
+    growth: tuple[tuple[str, str], ...]
+    """Options of the command."""
+
+    @property
+    def needs(self) -> tuple[Job, ...]:
+        return (self.start,)
+
+    def command(self, workspace: Workspace, processes: int = 1) -> list[str]:
+        words = ["tokenformer", "grow", str(workspace.model(self.start))]
+        words += ["--out", str(workspace.model(self))]
+        return words + [word for name, value in self.growth for word in (f"--{name}", value)]
+
+    def check(self, workspace: Workspace) -> None:
+        from tokenformer.cli.grow import grow_model, growth_options
+        from tokenformer.cli.parser import parse
+        from tokenformer.train.model_growth import grown_config
+        from tokenformer.train.run_estimate import first_config
+
+        _, command, *words = self.command(workspace)
+        found = parse(command, grow_model, words, "")
+        options = growth_options({name: v for name, v in found.items() if v is not None})
+        try:
+            grown_config(first_config(self.start.options()), options)
+        except ValueError as error:
+            sys.exit(f"error: {error}")
+
+    def run(self, workspace: Workspace, processes: int | None = None) -> Result:
+        workspace = absolute(workspace)
+        if not workspace.model(self).exists():
+            execute([sys.executable, "-m", *self.command(workspace)])
+        return {}
+
+
+def absolute(workspace: Workspace) -> Workspace:
+    """Commands run at the root of the repository, wherever this one was started."""
+    return replace(workspace, folder=workspace.folder.resolve())
 
 
 def execute(command: list[str]) -> None:
@@ -186,24 +248,25 @@ def can_start(job: Job, failed: set[str], results: Results) -> bool:
 
 
 def compute(job: Job, workspace: Workspace, processes: int) -> Result:
-    if isinstance(job, RecipeRun):
+    if isinstance(job, RecipeRun | GrowthRun):
         return job.run(workspace, processes)
     workspace.prepare_data(set(job.data))
     return job.run(workspace)
 
 
 def check(job: Job, workspace: Workspace, processes: int) -> bool:
-    """Print what a job would run; return whether its recipe is valid."""
-    if not isinstance(job, RecipeRun):
+    """Print what a job would run; return whether its options are valid."""
+    if not isinstance(job, RecipeRun | GrowthRun):
         print(f"computed here: {job.key}\n")
         return True
-    from tokenformer.cli import main
-
-    print(f"$ {shlex.join(job.command(job.folder(workspace), processes))}", flush=True)
+    print(f"$ {shlex.join(job.command(workspace, processes))}", flush=True)
     try:
+        workspace = absolute(workspace)
         with at_root(), world_size(processes):
-            main([*job.arguments(job.folder(workspace).resolve()), "--dry_run"])
+            job.check(workspace)
     except SystemExit as end:  # the reason is on stderr
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
         return not end.code
     finally:
         print(flush=True)

@@ -131,18 +131,28 @@ def plan(scale: Scale, results: Results) -> list[Job]:
     return jobs
 
 
+PAPER_GROWTH = {
+    "hypercloning": ("sizes: {hidden_size: 1536}", "sizes: {hidden_size: 3072}"),
+    "bert2bert_fpi": ("sizes: {hidden_size: 1536}", "sizes: {hidden_size: 3072}"),
+    "stacking": ("sizes: {num_hidden_layers: 48}", "sizes: {num_hidden_layers: 96}"),
+}
+"""What methods that need whole factors grow to at the paper's scale, instead of 354m and 757m."""
+
+
 def paper_plan() -> list[Job]:
+    """The paper's 60B and 15B tokens, 114,441 and 28,610 steps."""
     from experiments.cluster import RecipeRun
 
-    source = (("run.steps", 114441),)
-    grow = "[{steps: 114441}, {steps: 28610, grow: {to: 354m, METHOD}}, "
-    grow += "{steps: 28610, grow: {to: 757m, METHOD}}]"
-    net2net = grow.replace("METHOD", "method: net2net, optimizer_state: reset")
-    tokens = grow.replace("METHOD", "init: random, optimizer_state: reset")
-    return [
-        RecipeRun("openwebtext/transformer-124m", (*source, ("stages", net2net)), "net2net"),
-        RecipeRun("openwebtext/tokenformer-124m", (*source, ("stages", tokens)), "tokens"),
-    ]
+    jobs: list[Job] = []
+    for name in (*METHODS, "random"):
+        way = "init: random" if name in INITS else f"method: {name}"
+        stages = ["{steps: 114441}"]
+        for to in PAPER_GROWTH.get(name, ("to: 354m", "to: 757m")):
+            stages.append(f"{{steps: 28610, grow: {{{to}, {way}, optimizer_state: reset}}}}")
+        overrides = (("run.steps", 114441), ("stages", f"[{', '.join(stages)}]"))
+        family = "tokenformer" if name in INITS else "transformer"
+        jobs.append(RecipeRun(f"openwebtext/{family}-124m", overrides, name))
+    return jobs
 
 
 def seeds_of(runs: list[LanguageRun], size: int, scale: Scale) -> list[LanguageRun]:

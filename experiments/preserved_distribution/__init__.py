@@ -116,11 +116,25 @@ def tuned_runs(scale: Scale, results: Results) -> tuple[dict[str, Arm], dict[str
 
 def plan(scale: Scale, results: Results) -> list[Job]:
     if scale.name == "paper":
-        from experiments.cluster import RecipeRun
-
-        return [RecipeRun(f"openwebtext/{family}-354m") for family in RATES]
+        return paper_plan()
     arms = [arm for found in tuned_runs(scale, results) for arm in found.values()]
     return [job for arm in arms for job in arm.jobs]
+
+
+def paper_plan() -> list[Job]:
+    """Pretrain on OpenWebText, grow to 757m, continue on enwik8."""
+    from experiments.cluster import GrowthRun, RecipeRun
+
+    jobs: list[Job] = []
+    for family, growth in (
+        ("tokenformer", ("init", "zero")),
+        ("transformer", ("method", "block_padding")),
+        ("transformer", ("method", "net2net")),
+    ):
+        grown = GrowthRun(RecipeRun(f"openwebtext/{family}-354m"), (("to", "757m"), growth))
+        overrides = (("model.family", family),)
+        jobs.append(RecipeRun("openwebtext/enwik8-757m", overrides, growth[1], grown))
+    return jobs
 
 
 class Found:

@@ -221,29 +221,39 @@ def folder(tmp_path_factory) -> Path:
     return place
 
 
-def position(out: Path) -> list[int] | None:
-    try:
-        return json.loads((out / "unfinished.json").read_text())["position"]
-    except FileNotFoundError:
-        return None
+# Saves its progress after the first chunk instead of after a second.
+SIGNALLED_AFTER_PROGRESS = """
+import os, sys
+import psutil
+from tokenformer.cli import main
+from tokenformer.data import preparation
+
+sync = preparation.Preparation.sync
+
+def sync_once(self):
+    sync(self)
+    preparation.Preparation.sync, preparation.SYNC_SECONDS = sync, 1.0
+    print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
+    os.kill(os.getpid(), int(sys.argv[1]))
+
+preparation.Preparation.sync, preparation.SYNC_SECONDS = sync_once, 0.0
+main(["prepare", *sys.argv[2:]])
+"""
 
 
-def kill_after_progress(command: list[str], out: Path) -> bool:
-    """Start, wait until the journal advances and send SIGKILL. Return False if it ended before."""
-    before = position(out)
-    running = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    wait_until(lambda: position(out) not in (None, before), running)
-    if running.poll() is not None:
-        assert running.returncode == 0, running.communicate()[1]
-        return False
-    children = psutil.Process(running.pid).children(recursive=True)
-    running.kill()
-    running.communicate(timeout=LIMIT)
-    _, alive = psutil.wait_procs(children, timeout=LIMIT)
-    assert not alive, "workers exit with their parent"
-    return True
+def command_signalled_after_progress(number: int, *arguments: object) -> list[str]:
+    """Return a command that prepares and sends itself a signal once its journal has advanced."""
+    words = ["-c", SIGNALLED_AFTER_PROGRESS, str(number), *map(str, arguments)]
+    return [sys.executable, *words]
+
+
+def kill_after_progress(*arguments: object) -> None:
+    command = command_signalled_after_progress(signal.SIGKILL, *arguments)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    workers = [int(pid) for pid in done.stdout.splitlines()[-1].split()]
+    assert len(workers) >= 2
+    wait_until(lambda: not any(map(psutil.pid_exists, workers)))  # they exit with their parent
 
 
 @pytest.mark.slow
@@ -253,13 +263,10 @@ def test_a_run_killed_repeatedly_equals_an_uninterrupted_one(tmp_path, sources, 
     assert whole.returncode == 0, whole.stderr
 
     out = tmp_path / "broken"
-    command = [*COMMAND, str(sources), "--out", str(out), *map(str, options)]
-    kills = 0
-    while kills < 2 and kill_after_progress(command, out):
-        kills += 1
+    for _ in range(2):
+        kill_after_progress(sources, "--out", out, *options)
         with pytest.raises(DataError, match="is not finished"):
             Corpus(out)
-    assert kills >= 1
     other = run(sources, "--out", out, *options, "--validation", 0.5)
     assert other.returncode == 2
     assert "was made with --validation None, not 0.5" in other.stderr
@@ -281,10 +288,9 @@ def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path, sources
 
 
 def test_an_interrupted_run_resumes(tmp_path, sources, tokenizer):
-    out, many = tmp_path / "out", tmp_path / "many.jsonl"
-    many.write_text(2 * sources.read_text())  # long enough to interrupt
+    out = tmp_path / "out"
     options = ["--out", str(out), "--tokenizer", str(tokenizer), "--workers", "1"]
-    command = [*COMMAND, str(many), *options]
+    command = command_signalled_after_progress(signal.SIGSTOP, sources, *options)
     running = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -292,16 +298,15 @@ def test_an_interrupted_run_resumes(tmp_path, sources, tokenizer):
         text=True,
         preexec_fn=take_interrupts,
     )
-    wait_until(lambda: position(out) is not None, running, pause=0.002)
-    running.send_signal(signal.SIGSTOP)  # so that it cannot finish before the second starts
-    second = run(many, *options)
+    wait_until(lambda: psutil.Process(running.pid).status() == psutil.STATUS_STOPPED, running)
+    second = run(sources, *options)
     assert second.returncode == 2
     assert "is in use by another process" in second.stderr
     running.send_signal(signal.SIGINT)
     running.send_signal(signal.SIGCONT)
     assert running.communicate(timeout=LIMIT)[1] == "tokenformer prepare: interrupted\n"
     assert running.returncode == 130
-    done = run(many, *options)
+    done = run(sources, *options)
     assert done.returncode == 0, done.stderr
     assert f"resuming {out}" in done.stdout
     Corpus(out).verify()

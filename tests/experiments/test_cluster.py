@@ -7,7 +7,7 @@ import pytest
 
 from experiments.__main__ import main
 from experiments.catalog import NAMES
-from experiments.cluster import RecipeRun, read_result
+from experiments.cluster import GrowthRun, RecipeRun, read_result
 from experiments.exhibit import SCALES
 from experiments.job import Results
 from experiments.workspace import ROOT, Workspace
@@ -34,12 +34,14 @@ def dry_run(names: list[str], out: Path, *options: str) -> object:
 
 def test_the_command_of_a_run():
     job = RecipeRun("openwebtext/transformer-354m", (("run.steps", 57220), ("run.ema", None)), "t")
-    assert " ".join(job.command(Path("runs/t"), 8)) == (
+    workspace = Workspace(Path("x"))
+    folder = job.folder(workspace)
+    assert folder.parent == Path("x/runs")
+    assert " ".join(job.command(workspace, 8)) == (
         "torchrun --standalone --nproc-per-node 8 -m tokenformer train "
-        "recipes/openwebtext/transformer-354m.yaml --out runs/t --run.steps 57220 --run.ema null"
+        f"recipes/openwebtext/transformer-354m.yaml --out {folder} --run.steps 57220 --run.ema null"
     )
     other = RecipeRun("openwebtext/transformer-354m", (("run.steps", 99),), "t")
-    workspace = Workspace(Path("x"))
     assert job.folder(workspace) != other.folder(workspace), "runs with other options are apart"
     assert TINY.flops == pytest.approx(RecipeRun("laptop/text", TINY.overrides[:2]).flops, rel=0.1)
 
@@ -58,15 +60,20 @@ def test_every_exhibit_passes_the_dry_run(name, tmp_path, capfd):
 def test_a_recipe_that_is_not_valid_is_reported(tmp_path, monkeypatch, capfd):
     from experiments import progressive_scaling
 
-    jobs = [RecipeRun("laptop/digits"), RecipeRun("laptop/text", (("run.stepz", 3),))]
+    digits = RecipeRun("laptop/digits")
+    pretrained = RecipeRun("openwebtext/tokenformer-354m")
+    jobs = [digits, RecipeRun("laptop/text", (("run.stepz", 3),))]
+    jobs += [GrowthRun(pretrained, (size,)) for size in (("to", "124m"), ("ffn_tokens", "9000"))]
     exhibit = progressive_scaling.EXHIBIT
     monkeypatch.setattr(
         progressive_scaling,
         "EXHIBIT",
         type(exhibit)(**{**vars(exhibit), "plan": lambda scale, results: jobs}),
     )
-    assert dry_run(["progressive_scaling"], tmp_path) == "1 of 2 recipes are not valid"
-    assert "did you mean --run.steps?" in capfd.readouterr().err
+    assert dry_run(["progressive_scaling"], tmp_path) == "2 of 5 recipes are not valid"
+    said = capfd.readouterr().err
+    assert "did you mean --run.steps?" in said
+    assert "shrink" in said, "354m does not grow to 124m"
     assert dry_run(["progressive_scaling"], tmp_path, "--processes", "48") != 0, "64 images over 48"
 
 
@@ -92,8 +99,11 @@ def test_a_run_through_torchrun(corpus, tmp_path, monkeypatch, capfd):
     from experiments.progressive_scaling import EXHIBIT
 
     job = RecipeRun(TINY.recipe, (*TINY.overrides, ("data.corpus", str(corpus))), TINY.label)
+    grown = GrowthRun(job, (("ffn_tokens", "700"),))
+    options = {name: value for name, value in job.overrides if name != "stages"}
+    later = RecipeRun(TINY.recipe, tuple(options.items()), start=grown)
     bad = RecipeRun("laptop/text", (("data.corpus", "absent"), ("run.steps", 1)))
-    exhibit = type(EXHIBIT)(**{**vars(EXHIBIT), "plan": lambda scale, results: [bad, job]})
+    exhibit = type(EXHIBIT)(**{**vars(EXHIBIT), "plan": lambda scale, results: [bad, later]})
     file = tmp_path / "results.jsonl"
     code = launch({"x": exhibit}, SCALES["paper"], Results(file), tmp_path, False, processes=1)
     assert code == "1 jobs failed"
@@ -106,6 +116,7 @@ def test_a_run_through_torchrun(corpus, tmp_path, monkeypatch, capfd):
     assert found["perplexity"] == pytest.approx(2 ** found["bits_per_byte"], rel=1e-3), "bytes"
     assert found["flops"] == pytest.approx(job.flops)
     assert (Workspace(tmp_path).model(job) / "config.json").exists()
+    assert Results(file)[later]["parameters"] > found["parameters"]
     again = launch({"x": exhibit}, SCALES["paper"], Results(file), tmp_path, False, processes=1)
     assert again == "1 jobs failed"
     assert "running" in capfd.readouterr().out
