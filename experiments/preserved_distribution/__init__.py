@@ -3,7 +3,8 @@
 As in the paper: models of the second of the four sizes are trained on one corpus, grow to the third
 size, and continue on enwik8 at a constant learning rate with a fresh optimizer. The TokenFormer
 grows by zero keys, the Transformer by Net2Net, as the paper writes it (block padding) and as it was
-published; a TokenFormer by `random` and models that do not grow are controls.
+published; a TokenFormer by `random`, models that do not grow and models that have the large size
+from the start are controls.
 """
 
 from dataclasses import replace
@@ -11,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from experiments.exhibit import Exhibit, Findings, Plot, Scale, Table, Verdict
-from experiments.job import Job, Results, Summary
+from experiments.job import Job, Results, Summary, summarize
 from experiments.language import Growth, LanguageRun, Model, reached
 from experiments.plots import (
     BASELINE,
@@ -41,6 +42,7 @@ def model(family: str, tokens: int) -> Model:
     return Model(family, tokens, width=64)
 
 
+TITLES = {"tokenformer": "TokenFormer", "transformer": "Transformer"}
 ARMS: dict[str, tuple[str, Growth | None]] = {
     "TokenFormer, `zero`": ("tokenformer", Growth(model("tokenformer", LARGE), "zero")),
     "TokenFormer, `random`": ("tokenformer", Growth(model("tokenformer", LARGE), "random")),
@@ -55,6 +57,8 @@ ARMS: dict[str, tuple[str, Growth | None]] = {
     ),
     "Transformer, not grown": ("transformer", None),
 }
+FROM_THE_START = {family: f"{title}, large from the start" for family, title in TITLES.items()}
+"""Controls without a sweep: the rates of the model that does not grow."""
 COLOURS = dict(zip(ARMS, (OURS, LIGHT, GREEN, BASELINE, ORANGE, PINK), strict=True))
 
 
@@ -111,7 +115,18 @@ def tuned_runs(scale: Scale, results: Results) -> tuple[dict[str, Arm], dict[str
         for name, (family, _) in ARMS.items()
         if sources[family].runs
     }
+    for family, name in FROM_THE_START.items():
+        same = continued.get(f"{TITLES[family]}, not grown")
+        large = [at_large(run) for run in same.runs] if same else []
+        continued[name] = Arm([run.start for run in large], large)
     return sources, continued
+
+
+def at_large(run: LanguageRun) -> LanguageRun:
+    """Return a run of a model that does not grow, with the large one from pretraining on."""
+    assert run.start is not None
+    large = model(run.start.model.family, LARGE)
+    return replace(run, start=replace(run.start, model=large))
 
 
 def plan(scale: Scale, results: Results) -> list[Job]:
@@ -142,7 +157,10 @@ class Found:
         sources, tuned = tuned_runs(scale, results)
         self.rates = {name: arm.runs[0].rate for name, arm in tuned.items()}
         self.rows = {name: [results[run] for run in arm.runs] for name, arm in tuned.items()}
-        self.before = {family: arm.summary(results) for family, arm in sources.items()}
+        self.before = {name: sources[family].summary(results) for name, (family, _) in ARMS.items()}
+        for name in FROM_THE_START.values():
+            starts = [run.start for run in tuned[name].runs]
+            self.before[name] = summarize(starts, results)
 
     def summary(self, name: str, metric: str) -> Summary:
         return Summary(tuple(row[metric] for row in self.rows[name]))
@@ -187,26 +205,26 @@ def report(scale: Scale, results: Results) -> Findings:
         "enwik8 at the end",
     ]
     rows = []
-    for name, (family, _) in ARMS.items():
+    for name in found.rows:
         rows.append(
             [
                 name,
                 f"{found.rates[name]:g}",
-                found.before[family].format(),
+                found.before[name].format(),
                 found.remembered(name, 0).format(),
                 found.remembered(name, 1).format(),
                 found.summary(name, "start_bits_per_byte").format(),
                 found.summary(name, "bits_per_byte").format(),
             ]
         )
-    ends = {name: found.summary(name, "bits_per_byte").mean for name in ARMS}
+    ends = {name: found.summary(name, "bits_per_byte").mean for name in found.rows}
     jumps = {
-        name: found.remembered(name, 0).mean - found.before[family].mean
-        for name, (family, growth) in ARMS.items()
+        name: found.remembered(name, 0).mean - found.before[name].mean
+        for name, (_, growth) in ARMS.items()
         if growth is not None
     }
     changes = [
-        f"{found.remembered(name, 1).mean - found.before[ARMS[name][0]].mean:+.3f}"
+        f"{found.remembered(name, 1).mean - found.before[name].mean:+.3f}"
         for name in (zero, net2net, paper)
     ]
     argument = (
@@ -238,8 +256,23 @@ def report(scale: Scale, results: Results) -> Findings:
             "bits per byte and all its seeds end below all seeds of both Net2Nets, and so reach "
             "their losses earlier. The TokenFormer is below both of them up to step "
             f"{found.lead(zero, net2net, paper):,}. Net2Net has noise of {NOISE:.0%} on its "
-            "replicas, which cancels at growth and lets them learn apart."
+            "replicas, which cancels at growth and lets them learn apart.",
+            size_note(ends),
         ],
+    )
+
+
+def size_note(ends: dict[str, float]) -> str:
+    """What the larger size is worth, apart from growth."""
+    gains = []
+    for family, title in TITLES.items():
+        small, large = ends[f"{title}, not grown"], ends[FROM_THE_START[family]]
+        gains.append(f"{title} {large - small:+.3f}")
+    zero = ends["TokenFormer, `zero`"] - ends[FROM_THE_START["tokenformer"]]
+    return (
+        "What the size alone is worth: models of the large size from pretraining on, at the rates "
+        f"of those that do not grow, change the end on enwik8 by {' and '.join(gains)} bits per "
+        f"byte. Next to its own, the TokenFormer grown by zero keys ends {zero:+.3f}."
     )
 
 
@@ -256,6 +289,8 @@ def draw(found: Found, path: Path) -> None:
     for name in found.rows:
         curve = found.curve(name)
         text = f"{name.replace('`', '')}  {curve[-1][2]:.3f}"
+        if name not in COLOURS:
+            continue
         dashes = "--" if "not grown" in name else "-"
         for axes, first in zip(panels, (0, curve[-1][0] / 3), strict=True):
             steps, _, bits = zip(*(point for point in curve if point[0] >= first), strict=True)
@@ -275,7 +310,8 @@ EXHIBIT = Exhibit(
     f"Transformers of equal parameters train for {PRETRAINING:,} steps of {128 * BATCH} bytes on "
     f"Python's standard library, grow to {LARGE} tokens or the Transformer of that size, and train "
     f"for {STEPS:,} steps on enwik8 at a constant learning rate with a fresh optimizer. Rates: the "
-    "best of at least three, for pretraining and for continued training.",
+    "best of at least three, for pretraining and for continued training; models that are large "
+    "from the start take those of the small.",
     plan=plan,
     report=report,
 )
