@@ -13,6 +13,7 @@ LAYERS = [
     "layers",
     "models",
     "growth",
+    "adapters",
     "data",
     "train",
     "evaluate",

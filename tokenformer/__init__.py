@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tokenformer.models.registration import register_when_imported
 
 if TYPE_CHECKING:
+    from tokenformer.adapters import TokenAdapterConfig
     from tokenformer.convert.pretrained.from_transformer import from_transformer
     from tokenformer.growth.grow import grow
     from tokenformer.growth.grown_optimizer import grow_optimizer
@@ -64,6 +65,7 @@ _MODULES = {
     "TransformerVisionConfig": "tokenformer.models.configuration",
     "TransformerForImageClassification": "tokenformer.models.vision",
     "TokenformerImageProcessor": "tokenformer.models.image_processing",
+    "TokenAdapterConfig": "tokenformer.adapters",
     "TokenQuantization": "tokenformer.models.quantization",
     "from_transformer": "tokenformer.convert.pretrained.from_transformer",
     "grow": "tokenformer.growth.grow",
@@ -76,6 +78,7 @@ _MODULES = {
 
 __all__ = [
     "Pattention",
+    "TokenAdapterConfig",
     "TokenQuantization",
     "TokenformerConfig",
     "TokenformerDecoderLayer",

@@ -33,6 +33,10 @@ class TrainingError(TokenformerError):
     exit_code = 1
 
 
+class AdapterError(TokenformerError, ValueError):
+    """An adapter that cannot be used: another base, damaged files."""
+
+
 class DivergedError(TrainingError):
     """Training has diverged: too many bad steps in a row."""
 

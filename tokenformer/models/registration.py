@@ -1,4 +1,4 @@
-"""Registers our models with transformers' Auto classes, without importing transformers.
+"""Registers our models with transformers' Auto classes and our adapters with peft, on import.
 
 The modules below register their classes when they are imported. But `import tokenformer` followed
 by `AutoModelForCausalLM.from_pretrained(...)` imports none of them, and importing them for every
@@ -39,6 +39,9 @@ STYLE_REGISTERED_AFTER: Triggers = {
     "transformers.integrations.tensor_parallel": PARALLEL_MODULES,
 }
 """Separate, because transformers loads these modules while it loads others that our models need."""
+
+ADAPTERS_REGISTERED_AFTER: Triggers = {"peft": ("tokenformer.adapters",)}
+"""Separate, because peft is complete long after transformers."""
 
 
 class _TriggerLoader(importlib.abc.Loader):
@@ -84,7 +87,10 @@ class _TriggerFinder(importlib.abc.MetaPathFinder):
                     importlib.import_module(module)
 
 
-_FINDERS = [_TriggerFinder(REGISTERED_AFTER), _TriggerFinder(STYLE_REGISTERED_AFTER)]
+_FINDERS = [
+    _TriggerFinder(triggers)
+    for triggers in (REGISTERED_AFTER, STYLE_REGISTERED_AFTER, ADAPTERS_REGISTERED_AFTER)
+]
 
 
 def register_when_imported() -> None:

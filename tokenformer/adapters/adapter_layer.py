@@ -1,0 +1,279 @@
+"""A Pattention layer with the added tokens of any number of adapters.
+
+With `norm="shared"` the tokens of the active adapters are concatenated with those of the layer:
+
+    theta(x [K, K_a, K_b]^T) [V; V_a; V_b]        with the scale of the layer
+
+so several adapters that are active together equal the same adapters merged. With `norm="own"` each
+is a Pattention of its own, whose output is added. The layer itself is never changed, except by
+`merge`, which `unmerge` takes back.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from torch import Tensor, nn
+
+from tokenformer.adapters.adapter_config import TokenAdapterConfig
+from tokenformer.layers.pattention import Pattention
+from tokenformer.layers.quantized import QuantizedPattention
+from tokenformer.ops import pattention
+from tokenformer.ops.added_tokens import pattention_per_sample, pattention_with_added
+from tokenformer.ops.theta import ThetaOptions
+
+TokenLayer = Pattention | QuantizedPattention
+BASE = "__base__"
+"""peft's name for a sample of a mixed batch that has no adapter."""
+
+
+class TokenAdapterLayer(nn.Module, BaseTunerLayer):
+    adapter_layer_names = ("token_adapter_keys", "token_adapter_values")
+    other_param_names = ("token_adapter_norms",)
+
+    base_layer: TokenLayer
+
+    def __init__(
+        self, base_layer: nn.Module, adapter_name: str, config: TokenAdapterConfig, name: str
+    ) -> None:
+        super().__init__()
+        if not isinstance(base_layer, TokenLayer):
+            raise TypeError(
+                f"target_modules: {name} is a {type(base_layer).__name__}; tokens can be added to "
+                "the Pattention layers of a TokenFormer: ffn, q, k, v, o"
+            )
+        self.base_layer = base_layer
+        self.name = name
+        self.token_adapter_keys = nn.ParameterDict()
+        self.token_adapter_values = nn.ParameterDict()
+        self.token_adapter_norms: dict[str, str] = {}
+        self.merged_adapters: list[str] = []
+        self._mixed: tuple[Any, dict[str, tuple[Tensor, ...]]] = (None, {})
+        self.update_layer(adapter_name, config)
+
+    def update_layer(
+        self, adapter_name: str, config: TokenAdapterConfig, inference_mode: bool = False
+    ) -> None:
+        """Add the tokens of an adapter."""
+        base = self.base_layer
+        if config.norm == "shared" and base.theta == "softmax":
+            raise ValueError(
+                "norm='shared': with theta softmax a token with a zero key has a weight, so adding "
+                "it changes the output; use norm='own'"
+            )
+        if self.merged:
+            raise ValueError(f"{self.name} has merged adapters; unmerge them first")
+        generator = None
+        if config.init_seed is not None:
+            generator = torch.Generator().manual_seed(config.init_seed)
+        count = config.num_tokens
+        keys = torch.zeros(count, base.in_features)
+        values = torch.zeros(count, base.out_features)
+        if config.init == "random" or config.norm == "own":
+            keys.normal_(std=base.in_features**-0.5, generator=generator)
+        if config.init == "random" or config.norm == "shared":
+            values.normal_(std=value_std(base), generator=generator)
+        self.token_adapter_keys[adapter_name] = nn.Parameter(keys)
+        self.token_adapter_values[adapter_name] = nn.Parameter(values)
+        self.token_adapter_norms[adapter_name] = config.norm
+        self._move_adapter_to_device_of_base_layer(adapter_name)
+        self.set_adapter(self.active_adapters, inference_mode=inference_mode)
+
+    def _get_base_layer_device_and_dtype(
+        self, base_layer: TokenLayer
+    ) -> tuple[torch.device, torch.dtype]:
+        tokens = base_layer.key_tokens
+        if isinstance(base_layer, QuantizedPattention):
+            return tokens.device, base_layer.key_scales.dtype
+        return tokens.device, tokens.dtype
+
+    def forward(
+        self, x: Tensor, *args: Any, adapter_names: Sequence[str] | None = None, **options: Any
+    ) -> Tensor:
+        if self.disable_adapters:
+            if self.merged:
+                self.unmerge()
+            return self.base_layer(x)
+        if adapter_names is not None:
+            if self.merged:
+                raise ValueError("adapter_names needs adapters that are not merged")
+            return self.forward_mixed(x, adapter_names)
+        if self.merged:
+            return self.base_layer(x)
+        active = [name for name in self.active_adapters if name in self.token_adapter_keys]
+        shared = [name for name in active if self.token_adapter_norms[name] == "shared"]
+        output = self.forward_shared(x, shared) if shared else self.base_layer(x)
+        for name in active:
+            if self.token_adapter_norms[name] == "own":
+                output = output + self.forward_own(x, name)
+        return output
+
+    def forward_shared(self, x: Tensor, names: Sequence[str]) -> Tensor:
+        keys, values, scale = self.base_tokens(x.dtype)
+        added_keys, added_values = self.joined(names, keys.dtype)
+        if torch.is_grad_enabled() and added_keys.requires_grad:  # the fused kernels are faster
+            return pattention(
+                x,
+                torch.cat([keys, added_keys]),
+                torch.cat([values, added_values]),
+                scale_tokens=scale,
+                theta=self.base_layer.theta,
+                approximate=self.base_layer.approximate,
+                eps=self.base_layer.eps,
+                backend=self.base_layer.backend,
+            )
+        return pattention_with_added(
+            x, keys, values, added_keys, added_values, self.theta_options(scale)
+        )
+
+    def forward_own(self, x: Tensor, name: str) -> Tensor:
+        keys, values = self.joined([name], x.dtype)
+        return pattention(
+            x,
+            keys,
+            values,
+            theta=self.base_layer.theta,
+            approximate=self.base_layer.approximate,
+            eps=self.base_layer.eps,
+        )
+
+    def forward_mixed(self, x: Tensor, adapter_names: Sequence[str]) -> Tensor:
+        """Every sample has the adapter of its own name."""
+        if len(adapter_names) != x.shape[0]:
+            raise ValueError(
+                f"adapter_names has {len(adapter_names)} names for {x.shape[0]} samples; give one "
+                "for each"
+            )
+        tokens = self.tokens_by_sample(adapter_names, x.dtype)
+        if "shared" in tokens:
+            keys, values, scale = self.base_tokens(x.dtype)
+            added_keys, added_values = tokens["shared"]
+            options = self.theta_options(scale)
+            output = pattention_with_added(x, keys, values, added_keys, added_values, options)
+        else:
+            output = self.base_layer(x)
+        if "own" in tokens:
+            keys, values, scales = tokens["own"]
+            options = self.theta_options(scales)
+            output = output + pattention_per_sample(x, keys, values, options)
+        return output
+
+    def tokens_by_sample(
+        self, adapter_names: Sequence[str], dtype: torch.dtype
+    ) -> dict[str, tuple[Tensor, ...]]:
+        """Return by norm the keys [B, m, d_in] and values [B, m, d_out] of every sample, padded
+        with zeros, and for `own` norms the scales [B]. Kept for the next call, since a batch
+        decodes many tokens with the same adapters."""
+        known = self.token_adapter_keys
+        versions = [
+            (known[n]._version, self.token_adapter_values[n]._version, id(known[n]))
+            for n in sorted(set(adapter_names))
+            if n in known
+        ]
+        state = (tuple(adapter_names), dtype, versions)
+        if self._mixed[0] == state:
+            return self._mixed[1]
+        found: dict[str, tuple[Tensor, ...]] = {}
+        for norm in ("shared", "own"):
+            names = [
+                name if self.token_adapter_norms.get(name) == norm else None
+                for name in adapter_names
+            ]
+            if any(name is not None for name in names):
+                keys = pad_stack([self.token_adapter_keys[n] if n else None for n in names])
+                values = pad_stack([self.token_adapter_values[n] if n else None for n in names])
+                found[norm] = keys.to(dtype), values.to(dtype)
+                if norm == "own":
+                    counts = [
+                        float(self.token_adapter_keys[n].shape[0]) if n else 1.0 for n in names
+                    ]
+                    found[norm] += (torch.tensor(counts, device=keys.device),)
+        if not torch.is_grad_enabled():
+            self._mixed = state, found
+        return found
+
+    def base_tokens(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, float | Tensor]:
+        base = self.base_layer
+        if isinstance(base, QuantizedPattention):
+            return *base.dequantized(dtype), base.scale_tokens
+        return base.token_set()
+
+    def joined(self, names: Sequence[str], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of adapters, in the dtype of the base: peft may keep those of
+        a half-precision base in fp32."""
+        parts = (self.token_adapter_keys, self.token_adapter_values)
+        found = [[part[name] for name in names] for part in parts]
+        keys, values = (part[0] if len(part) == 1 else torch.cat(part) for part in found)
+        return keys.to(dtype), values.to(dtype)
+
+    def theta_options(self, scale: float | Tensor) -> ThetaOptions:
+        base = self.base_layer
+        return ThetaOptions(base.theta, scale, base.approximate, base.eps)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Append the tokens of adapters to those of the layer, which keeps its scale."""
+        names = [
+            name
+            for name in check_adapters_to_merge(self, adapter_names) or []
+            if name in self.token_adapter_keys
+        ]
+        base = self.base_layer
+        for name in names:
+            if isinstance(base, QuantizedPattention):
+                raise ValueError(
+                    "tokens cannot be merged into a quantized base; load it unquantized"
+                )
+            if self.token_adapter_norms[name] == "own":
+                raise ValueError(
+                    f"adapter {name!r} has a norm of its own, which the tokens of a layer do not "
+                    "have; keep it attached, or train one with norm='shared'"
+                )
+            if base.active_tokens is not None:
+                raise ValueError(f"{self.name} has inactive tokens; make all active to merge")
+            keys, values = self.joined([name], base.key_tokens.dtype)
+            if safe_merge and not (keys.isfinite().all() and values.isfinite().all()):
+                raise ValueError(f"adapter {name!r} has tokens that are not finite")
+            set_tokens(
+                base,
+                torch.cat([base.key_tokens.data, keys.detach()]),
+                torch.cat([base.value_tokens.data, values.detach()]),
+            )
+            self.merged_adapters.append(name)
+
+    def unmerge(self) -> None:
+        """Remove the tokens that were merged, the last ones of the layer."""
+        base = self.base_layer
+        while self.merged_adapters:
+            name = self.merged_adapters.pop()
+            kept = base.num_tokens - self.token_adapter_keys[name].shape[0]
+            set_tokens(base, base.key_tokens.data[:kept], base.value_tokens.data[:kept])
+
+    def __repr__(self) -> str:
+        return f"token_adapter.{super().__repr__()}"
+
+
+def value_std(base: TokenLayer) -> float:
+    """The root mean square of the values of a layer: new tokens write as strongly as the old."""
+    values = base.value_tokens
+    if values.is_meta or isinstance(base, QuantizedPattention):
+        return float(base.num_tokens**-0.5)
+    return float(values.detach().float().square().mean().sqrt())
+
+
+def set_tokens(layer: TokenLayer, keys: Tensor, values: Tensor) -> None:
+    """Replace the tokens of a layer; they stay frozen or trainable."""
+    for name, tensor in (("key_tokens", keys), ("value_tokens", values)):
+        trains = getattr(layer, name).requires_grad
+        setattr(layer, name, nn.Parameter(tensor.clone(), requires_grad=trains))
+
+
+def pad_stack(parts: Sequence[Tensor | None]) -> Tensor:
+    """Return matrices with one width as [B, m, width], padded with zero rows; None is all zeros."""
+    given = [part for part in parts if part is not None]
+    most, width = max(part.shape[0] for part in given), given[0].shape[1]
+    stacked = given[0].new_zeros(len(parts), most, width)
+    for place, part in enumerate(parts):
+        if part is not None:
+            stacked[place, : part.shape[0]] = part
+    return stacked
