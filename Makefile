@@ -13,7 +13,7 @@ test: .venv/.dev            ## all tests except those marked slow, in parallel
 	$(BIN)/pytest -m "not slow" -n auto --dist worksteal
 
 test-slow: .venv/.slow      ## the tests marked slow: compilation, GPU kernels in an interpreter, the whole demo
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m slow -n 2 --dist worksteal
 
 bench: .venv/.dev           ## speed and memory against baselines, about 25 minutes; tables, a results file and a plot
 	$(BIN)/python -m benchmarks
