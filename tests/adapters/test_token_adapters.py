@@ -247,6 +247,12 @@ def test_every_sample_of_a_batch_has_an_adapter_of_its_own(norms, base, ids):
     model.set_adapter("default")
     changed = logits(model, ids, adapter_names=names)
     torch.testing.assert_close(changed[2], logits(model, ids)[2], rtol=0, atol=1e-5)
+    model.delete_adapter("second")
+    model.add_adapter("second", config)
+    randomize(model, seed=8, name="second")
+    replaced = logits(model, ids, adapter_names=names)
+    model.set_adapter("second")
+    torch.testing.assert_close(replaced[0], logits(model, ids)[0], rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="no adapter 'third'"):
         model(ids, adapter_names=["third"] * 4)
     with pytest.raises(ValueError, match="2 names for 4 samples"):

@@ -10,7 +10,7 @@ is a Pattention of its own, whose output is added. The layer itself is never cha
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
@@ -26,6 +26,16 @@ from tokenformer.ops.theta import ThetaOptions
 TokenLayer = Pattention | QuantizedPattention
 BASE = "__base__"
 """peft's name for a sample of a mixed batch that has no adapter."""
+
+
+class MixedTokens(NamedTuple):
+    """The tokens of a mixed batch, to be used again while the adapters are the same."""
+
+    state: Any
+    """Names, dtype, and identity and version of every parameter."""
+    used: list[Tensor]
+    """These parameters; held, so that no other can get the identity of one that was deleted."""
+    tokens: dict[str, tuple[Tensor, ...]]
 
 
 class TokenAdapterLayer(nn.Module, BaseTunerLayer):
@@ -49,7 +59,7 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
         self.token_adapter_values = nn.ParameterDict()
         self.token_adapter_norms: dict[str, str] = {}
         self.merged_adapters: list[str] = []
-        self._mixed: tuple[Any, dict[str, tuple[Tensor, ...]]] = (None, {})
+        self._mixed: MixedTokens | None = None
         self.update_layer(adapter_name, config)
 
     def update_layer(
@@ -165,15 +175,15 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
         """Return by norm the keys [B, m, d_in] and values [B, m, d_out] of every sample, padded
         with zeros, and for `own` norms the scales [B]. Kept for the next call, since a batch
         decodes many tokens with the same adapters."""
-        known = self.token_adapter_keys
-        versions = [
-            (known[n]._version, self.token_adapter_values[n]._version, id(known[n]))
-            for n in sorted(set(adapter_names))
-            if n in known
+        used = [
+            part[name]
+            for name in sorted(set(adapter_names))
+            for part in (self.token_adapter_keys, self.token_adapter_values)
+            if name in part
         ]
-        state = (tuple(adapter_names), dtype, versions)
-        if self._mixed[0] == state:
-            return self._mixed[1]
+        state = (tuple(adapter_names), dtype, [(id(tokens), tokens._version) for tokens in used])
+        if self._mixed is not None and self._mixed.state == state:
+            return self._mixed.tokens
         found: dict[str, tuple[Tensor, ...]] = {}
         for norm in ("shared", "own"):
             names = [
@@ -190,7 +200,7 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
                     ]
                     found[norm] += (torch.tensor(counts, device=keys.device),)
         if not torch.is_grad_enabled():
-            self._mixed = state, found
+            self._mixed = MixedTokens(state, used, found)
         return found
 
     def base_tokens(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, float | Tensor]:
