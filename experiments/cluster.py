@@ -129,17 +129,22 @@ class GrowthRun(Job):
         return words + [word for name, value in self.growth for word in (f"--{name}", value)]
 
     def check(self, workspace: Workspace) -> None:
-        from tokenformer.cli.grow import grow_model, growth_options
+        from tokenformer.cli.grow import check_family, grow_model, growth_options
         from tokenformer.cli.parser import parse
-        from tokenformer.train.model_growth import grown_config
+        from tokenformer.errors import TokenformerError
+        from tokenformer.train.model_growth import grown_config, stage_configs
         from tokenformer.train.run_estimate import first_config
+        from tokenformer.train.stages import plan
 
         _, command, *words = self.command(workspace)
-        found = parse(command, grow_model, words, "")
-        options = growth_options({name: v for name, v in found.items() if v is not None})
         try:
-            grown_config(first_config(self.start.options()), options)
-        except ValueError as error:
+            found = parse(command, grow_model, words, "")
+            given = {name: value for name, value in found.items() if value is not None}
+            recipe = self.start.options()
+            config = stage_configs(first_config(recipe), plan(recipe))[-1]
+            check_family(given, config.to_dict())
+            grown_config(config, growth_options(given))
+        except (ValueError, TokenformerError) as error:
             sys.exit(f"error: {error}")
 
     def run(self, workspace: Workspace, processes: int | None = None) -> Result:

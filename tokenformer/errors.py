@@ -34,7 +34,7 @@ class TrainingError(TokenformerError):
 
 
 class AdapterError(TokenformerError, ValueError):
-    """An adapter that cannot be used: another base, damaged files."""
+    """An adapter that was trained on another base."""
 
 
 class DivergedError(TrainingError):

@@ -203,6 +203,20 @@ class Found:
         slope = (y1 - y0) / (x1 - x0)
         return math.exp(x1 + (target - y1) / slope) if slope < 0 else float("inf")
 
+    def best_transformer(self, compute: float) -> float:
+        """The loss of Transformers with the full budget at some compute, between those whose size
+        costs less and more; the paper compares equal sizes only."""
+        keys = [("Transformer", "full", str(n)) for n in range(4)]
+        costs = [math.log(self.cost(key)) for key in keys]
+        return interpolate(costs, [self.end(key) for key in keys], math.log(compute))
+
+
+def interpolate(xs: list[float], ys: list[float], x: float) -> float:
+    """Return y at `x` on the lines through points with rising `xs`, extended at the ends."""
+    right = next((n for n in range(1, len(xs) - 1) if x <= xs[n]), len(xs) - 1)
+    share = (x - xs[right - 1]) / (xs[right] - xs[right - 1])
+    return ys[right - 1] + share * (ys[right] - ys[right - 1])
+
 
 def format_size(size: int) -> str:
     return f"{tokenformer(size).parameters / 1e6:.2f}M"
@@ -294,7 +308,7 @@ def report(scale: Scale, results: Results) -> Findings:
                 partial(draw, found),
             )
         ],
-        notes=[growth_note(found)],
+        notes=[growth_note(found), size_note(found)],
     )
 
 
@@ -322,6 +336,22 @@ def growth_note(found: Found) -> str:
     )
 
 
+def size_note(found: Found) -> str:
+    """The same compute in a smaller Transformer; the paper compares equal sizes only."""
+    grown = found.grown(found.best, 3)
+    other = found.best_transformer(found.runs["grown", found.best][0].flops)
+    lesson = (
+        "growing is a cheap way to a large model, not the cheapest to a loss"
+        if other <= grown
+        else "growing is the cheaper way to its loss, whatever the size"
+    )
+    return (
+        "Like the paper, all this compares models of equal size. A smaller Transformer, of the "
+        "size that can train for the full budget with the compute of all stages, reaches "
+        f"{other:.3f} bits per byte against {grown:.3f}: {lesson}."
+    )
+
+
 def draw(found: Found, path: Path) -> None:
     figure, panels = new_figure(10, 4.5, columns=2)
     titles = ("all stages together", "each stage by itself")
@@ -335,7 +365,7 @@ def draw(found: Found, path: Path) -> None:
         for way, colour in {"random": LIGHT, "zero": GREEN, found.best: OURS}.items():
             costs = found.stage_costs(found.runs["grown", way][0])
             shown = [sum(costs[: n + 1]) for n in range(4)] if axes is panels[0] else costs
-            sizes = range(4) if decays_in_every_stage(way) else [3]
+            sizes = range(axes is panels[1], 4) if decays_in_every_stage(way) else range(3, 4)
             points = [(shown[n], found.grown(way, n)) for n in sizes]
             name = WAYS[way].replace("`", "")
             axes.plot(*zip(*points, strict=True), "D-", color=colour, label=name)

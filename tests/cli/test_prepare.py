@@ -253,7 +253,14 @@ def kill_after_progress(*arguments: object) -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr
     workers = [int(pid) for pid in done.stdout.splitlines()[-1].split()]
     assert len(workers) >= 2
-    wait_until(lambda: not any(map(psutil.pid_exists, workers)))  # they exit with their parent
+    wait_until(lambda: not any(map(is_running, workers)))  # they exit with their parent
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.slow
@@ -298,7 +305,9 @@ def test_an_interrupted_run_resumes(tmp_path, sources, tokenizer):
         text=True,
         preexec_fn=take_interrupts,
     )
-    wait_until(lambda: psutil.Process(running.pid).status() == psutil.STATUS_STOPPED, running)
+    stopped = psutil.Process(running.pid)
+    if not wait_until(lambda: stopped.status() == psutil.STATUS_STOPPED, running):
+        raise AssertionError(running.communicate(timeout=LIMIT)[1])
     second = run(sources, *options)
     assert second.returncode == 2
     assert "is in use by another process" in second.stderr

@@ -63,14 +63,15 @@ def test_a_recipe_that_is_not_valid_is_reported(tmp_path, monkeypatch, capfd):
     digits = RecipeRun("laptop/digits")
     pretrained = RecipeRun("openwebtext/tokenformer-354m")
     jobs = [digits, RecipeRun("laptop/text", (("run.stepz", 3),))]
-    jobs += [GrowthRun(pretrained, (size,)) for size in (("to", "124m"), ("ffn_tokens", "9000"))]
+    for option in (("to", "124m"), ("ffn_tokens", "9000"), ("method", "net2net"), ("too", "9")):
+        jobs.append(GrowthRun(pretrained, (option,)))
     exhibit = progressive_scaling.EXHIBIT
     monkeypatch.setattr(
         progressive_scaling,
         "EXHIBIT",
         type(exhibit)(**{**vars(exhibit), "plan": lambda scale, results: jobs}),
     )
-    assert dry_run(["progressive_scaling"], tmp_path) == "2 of 5 recipes are not valid"
+    assert dry_run(["progressive_scaling"], tmp_path) == "4 of 7 recipes are not valid"
     said = capfd.readouterr().err
     assert "did you mean --run.steps?" in said
     assert "shrink" in said, "354m does not grow to 124m"

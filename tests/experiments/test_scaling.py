@@ -134,6 +134,11 @@ def test_the_transformer_needs_compute_on_the_line_through_its_budgets():
     at_full = found.end(("Transformer", "full", "3"))
     assert found.transformer_cost(3, at_full) == pytest.approx(full)
     assert found.transformer_cost(3, at_full + 0.25) == pytest.approx(full / math.sqrt(10))
+    compute = [found.cost(("Transformer", "full", str(n))) for n in range(4)]
+    ends = [found.end(("Transformer", "full", str(n))) for n in range(4)]
+    assert found.best_transformer(compute[2]) == pytest.approx(ends[2])
+    between = found.best_transformer(math.sqrt(compute[1] * compute[2]))
+    assert between == pytest.approx((ends[1] + ends[2]) / 2)
     costs = found.stage_costs(found.runs["grown", found.best][0])
     assert sum(costs) == pytest.approx(found.runs["grown", found.best][0].flops)
 

@@ -52,13 +52,15 @@ def test_equals_the_reference_over_all_tokens(theta, lead, per_sample):
 
 
 @pytest.mark.parametrize("theta", THETAS)
-def test_tokens_and_scales_of_every_sample(theta):
+def test_tokens_of_every_sample(theta):
     x, keys, values = random_tensors((3, 5, 7), (3, 6, 7), (3, 6, 4))
-    scales = torch.tensor([1.0, 6.0, 2.5], dtype=torch.float64)
-    found = pattention_per_sample(x, keys, values, ThetaOptions(theta, scales, "tanh", 0.0))
-    for n, scale in enumerate(scales.tolist()):
-        options = ThetaOptions(theta, scale, "tanh", 0.0)
-        expected = reference(x[n], keys[n], values[n], options)
+    counts = torch.tensor([1, 6, 2])
+    behind = torch.arange(6) >= counts[:, None]
+    keys = keys.masked_fill(behind[..., None], 0)
+    options = ThetaOptions(theta, 1.0, "tanh", 0.0)
+    found = pattention_per_sample(x, keys, values, counts, options)
+    for n, m in enumerate(counts.tolist()):
+        expected = reference(x[n], keys[n, :m], values[n, :m], options._replace(scale=float(m)))
         torch.testing.assert_close(found[n], expected)
 
 

@@ -7,10 +7,10 @@ Importing this package registers the method with peft. `import tokenformer` does
 is imported (`models/registration.py`).
 """
 
-try:
-    import peft  # noqa: F401
-except ImportError as error:
-    raise ImportError("token adapters need peft; pip install 'tokenformer[peft]'") from error
+from importlib.util import find_spec
+
+if find_spec("peft") is None:
+    raise ImportError("token adapters need peft; pip install 'tokenformer[peft]'")
 
 from tokenformer.adapters.adapter_config import TokenAdapterConfig
 from tokenformer.adapters.adapter_layer import TokenAdapterLayer

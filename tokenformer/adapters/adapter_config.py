@@ -20,15 +20,17 @@ class TokenAdapterConfig(PeftConfig):
             `o`; or a regular expression.
         exclude_modules: layers to leave out, in the same way.
         layers_to_transform: the numbers of the blocks to adapt; all by default.
+        layers_pattern: the name of the list of blocks, if peft does not find it: `layers`.
         norm: `shared`: new tokens are concatenated with the old, as the paper grows a model, and
             enter their norm; merging gives an ordinary, larger TokenFormer. `own`: they are a
             Pattention of their own, whose output is added.
-        init: `zero`: the adapted model equals the base until it is trained. The keys are zero, with
-            `norm="own"` the values, because a row of zero scores has no gradient. `random`: both
-            are random, which changes the output at once.
-        init_seed: seed of the new random values; by default torch's global generator.
-        base_fingerprint: a hash of the base's weights, set by the library. A base with another one
-            refuses the adapter.
+        init: `zero`: the adapted model equals the base until it is trained. `norm="shared"` zeroes
+            the keys, `norm="own"` the values, because all-zero scores have no gradient. `random`:
+            both are random, which changes the output at once.
+        init_seed: seed of the new tokens; by default torch's global generator.
+        modules_to_save: other modules to train and save with the adapter, such as a classifier.
+        base_fingerprint: a hash of the base's weights, set by the library. Loading the adapter on a
+            base with a different hash raises `AdapterError`.
     """
 
     num_tokens: int = 32
@@ -50,6 +52,12 @@ class TokenAdapterConfig(PeftConfig):
         for name, value, known in (("norm", self.norm, NORMS), ("init", self.init, INITS)):
             if value not in known:
                 raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}")
+        by_number = self.layers_to_transform is not None or self.layers_pattern is not None
+        if isinstance(self.target_modules, str) and by_number:
+            raise ValueError(
+                "layers_to_transform and layers_pattern need a list in target_modules; "
+                f"{self.target_modules!r} is a regular expression, which can select blocks itself"
+            )
         if isinstance(self.target_modules, list):
             self.target_modules = set(self.target_modules)  # type: ignore[assignment]
         if isinstance(self.exclude_modules, list):

@@ -9,8 +9,9 @@ is a Pattention of its own, whose output is added. The layer itself is never cha
 `merge`, which `unmerge` takes back.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
+from zlib import crc32
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from tokenformer.adapters.adapter_config import TokenAdapterConfig
 from tokenformer.layers.pattention import Pattention
 from tokenformer.layers.quantized import QuantizedPattention
+from tokenformer.layers.sharded import ShardedPattention
 from tokenformer.ops import pattention
 from tokenformer.ops.added_tokens import pattention_per_sample, pattention_with_added
 from tokenformer.ops.theta import ThetaOptions
@@ -28,14 +30,13 @@ BASE = "__base__"
 """peft's name for a sample of a mixed batch that has no adapter."""
 
 
-class MixedTokens(NamedTuple):
-    """The tokens of a mixed batch, to be used again while the adapters are the same."""
+class SampleAdapters(list[str]):
+    """The names of the adapters of a batch, one per sample, with their tokens by layer: a batch
+    decodes many tokens with the same adapters."""
 
-    state: Any
-    """Names, dtype, and identity and version of every parameter."""
-    used: list[Tensor]
-    """These parameters; held, so that no other can get the identity of one that was deleted."""
-    tokens: dict[str, tuple[Tensor, ...]]
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__(names)
+        self.tokens: dict[Any, dict[str, tuple[Tensor, ...]]] = {}
 
 
 class TokenAdapterLayer(nn.Module, BaseTunerLayer):
@@ -53,13 +54,17 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
                 f"target_modules: {name} is a {type(base_layer).__name__}; tokens can be added to "
                 "the Pattention layers of a TokenFormer: ffn, q, k, v, o"
             )
+        if isinstance(base_layer, ShardedPattention):
+            raise ValueError(
+                f"{name} is sharded by tensor parallelism, which token adapters do not support; "
+                "load the model without it"
+            )
         self.base_layer = base_layer
         self.name = name
         self.token_adapter_keys = nn.ParameterDict()
         self.token_adapter_values = nn.ParameterDict()
         self.token_adapter_norms: dict[str, str] = {}
         self.merged_adapters: list[str] = []
-        self._mixed: MixedTokens | None = None
         self.update_layer(adapter_name, config)
 
     def update_layer(
@@ -76,7 +81,8 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
             raise ValueError(f"{self.name} has merged adapters; unmerge them first")
         generator = None
         if config.init_seed is not None:
-            generator = torch.Generator().manual_seed(config.init_seed)
+            own = crc32(self.name.encode())  # or all layers would have the same tokens
+            generator = torch.Generator().manual_seed(config.init_seed + own)
         count = config.num_tokens
         keys = torch.zeros(count, base.in_features)
         values = torch.zeros(count, base.out_features)
@@ -164,26 +170,20 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
         else:
             output = self.base_layer(x)
         if "own" in tokens:
-            keys, values, scales = tokens["own"]
-            options = self.theta_options(scales)
-            output = output + pattention_per_sample(x, keys, values, options)
+            keys, values, counts = tokens["own"]
+            options = self.theta_options(1.0)  # the scale is the count
+            output = output + pattention_per_sample(x, keys, values, counts, options)
         return output
 
     def tokens_by_sample(
         self, adapter_names: Sequence[str], dtype: torch.dtype
     ) -> dict[str, tuple[Tensor, ...]]:
         """Return by norm the keys [B, m, d_in] and values [B, m, d_out] of every sample, padded
-        with zeros, and for `own` norms the scales [B]. Kept for the next call, since a batch
-        decodes many tokens with the same adapters."""
-        used = [
-            part[name]
-            for name in sorted(set(adapter_names))
-            for part in (self.token_adapter_keys, self.token_adapter_values)
-            if name in part
-        ]
-        state = (tuple(adapter_names), dtype, [(id(tokens), tokens._version) for tokens in used])
-        if self._mixed is not None and self._mixed.state == state:
-            return self._mixed.tokens
+        with zeros, and for `own` norms the counts [B]."""
+        cache = getattr(adapter_names, "tokens", {}) if not torch.is_grad_enabled() else {}
+        place = (id(self), dtype)
+        if place in cache:
+            return cache[place]
         found: dict[str, tuple[Tensor, ...]] = {}
         for norm in ("shared", "own"):
             names = [
@@ -195,12 +195,10 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
                 values = pad_stack([self.token_adapter_values[n] if n else None for n in names])
                 found[norm] = keys.to(dtype), values.to(dtype)
                 if norm == "own":
-                    counts = [
-                        float(self.token_adapter_keys[n].shape[0]) if n else 1.0 for n in names
-                    ]
+                    most = keys.shape[1]  # for a sample without: zero values have no effect
+                    counts = [self.token_adapter_keys[n].shape[0] if n else most for n in names]
                     found[norm] += (torch.tensor(counts, device=keys.device),)
-        if not torch.is_grad_enabled():
-            self._mixed = MixedTokens(state, used, found)
+        cache[place] = found
         return found
 
     def base_tokens(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, float | Tensor]:
@@ -221,14 +219,11 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
         base = self.base_layer
         return ThetaOptions(base.theta, scale, base.approximate, base.eps)
 
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Append the tokens of adapters to those of the layer, which keeps its scale."""
-        names = [
-            name
-            for name in check_adapters_to_merge(self, adapter_names) or []
-            if name in self.token_adapter_keys
-        ]
+    def check_merge(self, safe_merge: bool, adapter_names: list[str] | None) -> list[str]:
+        """Return the adapters of this layer that `merge` would merge; raise if it could not."""
         base = self.base_layer
+        wanted = check_adapters_to_merge(self, adapter_names) or []
+        names = [name for name in wanted if name in self.token_adapter_keys]
         for name in names:
             if isinstance(base, QuantizedPattention):
                 raise ValueError(
@@ -241,9 +236,16 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
                 )
             if base.active_tokens is not None:
                 raise ValueError(f"{self.name} has inactive tokens; make all active to merge")
-            keys, values = self.joined([name], base.key_tokens.dtype)
-            if safe_merge and not (keys.isfinite().all() and values.isfinite().all()):
+            tokens = self.joined([name], torch.float32)
+            if safe_merge and not all(part.isfinite().all() for part in tokens):
                 raise ValueError(f"adapter {name!r} has tokens that are not finite")
+        return names
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Append the tokens of adapters to those of the layer, which keeps its scale."""
+        base = self.base_layer
+        for name in self.check_merge(safe_merge, adapter_names):
+            keys, values = self.joined([name], base.key_tokens.dtype)
             set_tokens(
                 base,
                 torch.cat([base.key_tokens.data, keys.detach()]),

@@ -9,14 +9,16 @@ from typing import Any, cast
 
 import torch
 from peft.tuners.tuners_utils import BaseTuner
+from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 
 from tokenformer.adapters.adapter_config import TokenAdapterConfig
-from tokenformer.adapters.adapter_layer import BASE, TokenAdapterLayer
+from tokenformer.adapters.adapter_layer import BASE, SampleAdapters, TokenAdapterLayer
 from tokenformer.adapters.peft_registration import PREFIX
 from tokenformer.errors import AdapterError
 from tokenformer.growth.tokens.token_counts import config_with_tokens
 from tokenformer.growth.tokens.token_set import token_layers
+from tokenformer.layers.quantized import QuantizedPattention
 from tokenformer.models.configuration import TokenConfig
 
 
@@ -34,6 +36,8 @@ class TokenAdapterModel(BaseTuner):
                 f"a token adapter needs a TokenFormer, not a {type(model).__name__}; use LoRA for "
                 "other models"
             )
+        if any(layer.merged for layer in self.adapter_layers()):
+            raise ValueError("the model has merged adapters; call unmerge_adapter first")
         check_base(peft_config, model)
 
     def _create_and_replace(  # type: ignore[override]
@@ -59,15 +63,37 @@ class TokenAdapterModel(BaseTuner):
         """Peft's own looks for a `weight`, which a Pattention does not have."""
         setattr(parent, child_name, new_module)
 
-    def merge_and_unload(
+    def merge_adapter(
+        self, adapter_names: list[str] | None = None, safe_merge: bool = False
+    ) -> None:
+        self.check_merge(safe_merge, adapter_names)
+        super().merge_adapter(adapter_names, safe_merge)
+
+    def check_merge(self, safe_merge: bool, adapter_names: list[str] | None) -> None:
+        """Raise before any layer has changed if one of them could not merge."""
+        for layer in self.adapter_layers():
+            layer.check_merge(safe_merge, adapter_names)
+
+    def adapter_layers(self) -> list[TokenAdapterLayer]:
+        return [module for module in self.modules() if isinstance(module, TokenAdapterLayer)]
+
+    def _unload_and_optionally_merge(
         self,
+        merge: bool = True,
         progressbar: bool = False,
         safe_merge: bool = False,
         adapter_names: list[str] | None = None,
-    ) -> nn.Module:
-        """Return an ordinary TokenFormer that has the tokens of the adapters."""
-        model = super().merge_and_unload(progressbar, safe_merge, adapter_names)
-        model.config = config_of(model)
+    ) -> Any:
+        """Return an ordinary TokenFormer; with the tokens of the adapters if they are merged."""
+        if merge:
+            self.check_merge(safe_merge, adapter_names)
+        super()._unload_and_optionally_merge(merge, progressbar, safe_merge, adapter_names)
+        model: Any = self.model
+        before, after = model.config, config_of(model)
+        after._attn_implementation = before._attn_implementation
+        for module in model.modules():
+            if getattr(module, "config", None) is before:
+                module.config = after
         return model
 
     @contextmanager
@@ -81,7 +107,7 @@ class TokenAdapterModel(BaseTuner):
             raise ValueError("adapter_names is for inference; call model.eval() first")
         if not isinstance(adapter_names, list | tuple):
             raise TypeError(f"adapter_names must be a list of str, not {type(adapter_names)}")
-        layers = [m for m in self.modules() if isinstance(m, TokenAdapterLayer)]
+        layers = self.adapter_layers()
         known = {name for layer in layers for name in layer.token_adapter_keys}
         if unknown := sorted(set(adapter_names) - known - {BASE}):
             raise ValueError(
@@ -89,9 +115,12 @@ class TokenAdapterModel(BaseTuner):
                 f"{', '.join(sorted(known))}, and {BASE} for none"
             )
         beams = kwargs.get("num_beams") or 1
-        names = [name for name in adapter_names for _ in range(beams)]
+        names = SampleAdapters(name for name in adapter_names for _ in range(beams))
         hook = partial(pass_adapter_names, names)
-        handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in layers]
+        saved = [m for m in self.modules() if isinstance(m, AuxiliaryTrainingWrapper)]
+        handles = [
+            module.register_forward_pre_hook(hook, with_kwargs=True) for module in (*layers, *saved)
+        ]
         try:
             yield
         finally:
@@ -121,39 +150,51 @@ def config_of(model: nn.Module) -> TokenConfig:
     )
 
 
+QUANTIZED = "quantized"
+"""The fingerprint of a quantized base, whose weights tell nothing about those of the original."""
+
+
 def check_base(config: TokenAdapterConfig, model: nn.Module) -> None:
     """Compare the base with the one that an adapter was trained on; a new adapter takes its
-    fingerprint."""
-    if getattr(model.config, "quantization_config", None) is not None:
-        if config.base_fingerprint is not None:
-            warnings.warn(
-                "the base is quantized, so its weights cannot be compared with those the adapter "
-                "was trained on",
-                stacklevel=2,
-            )
-        return
+    fingerprint, also if the same configuration was used for another base before."""
     found = fingerprint(model)
-    if config.base_fingerprint is None:
+    expected = config.base_fingerprint
+    if expected is None or getattr(config, "is_new", False):
         config.base_fingerprint = found
-    elif found is not None and found != config.base_fingerprint:
-        raise AdapterError(
-            f"the adapter was trained on {config.base_model_name_or_path or 'another model'} "
-            f"(weights {config.base_fingerprint}), not on this model (weights {found}); load the "
-            "base it was trained on"
+        config.is_new = True  # not saved: it is not a field
+        return
+    if found in (None, expected):
+        return
+    trained_on = config.base_model_name_or_path or "another model"
+    half = any(parameter.dtype is torch.float16 for parameter in model.parameters())
+    if QUANTIZED in (found, expected) or half:
+        why = "fp16" if half else "quantized"
+        warnings.warn(
+            f"the weights of the base cannot be compared with those the adapter was trained on "
+            f"({trained_on}), because one of them is {why}",
+            stacklevel=2,
         )
+        return
+    raise AdapterError(
+        f"the adapter was trained on {trained_on} (weights {expected}), not on this model (weights "
+        f"{found}); load the base it was trained on"
+    )
 
 
 @torch.no_grad()
 def fingerprint(model: nn.Module) -> str | None:
-    """Return a hash of the base's weights, rounded to bfloat16 so that a model and its copies in
-    lower precision agree; None if it has no data yet."""
+    """Return a hash of the base's weights, rounded to bfloat16 so that a model and its copy in
+    bfloat16 agree; None if it has no data yet."""
+    if any(isinstance(module, QuantizedPattention) for module in model.modules()):
+        return QUANTIZED
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
-        if PREFIX in name:
+        if PREFIX in name or ".modules_to_save." in name:
             continue
         if parameter.is_meta:
             return None
-        digest.update(f"{name.replace('.base_layer', '')} {tuple(parameter.shape)}".encode())
+        own = name.replace(".base_layer", "").replace(".original_module", "")
+        digest.update(f"{own} {tuple(parameter.shape)}".encode())
         rounded = parameter.detach().to("cpu", torch.bfloat16).contiguous()
         digest.update(rounded.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -12,7 +12,7 @@ from peft.utils.peft_types import PeftType
 
 NAME = "token_adapter"
 PREFIX = f"{NAME}_"
-"""What the parameters of an adapter are called by; peft tells them from those of the base by it."""
+"""Prefix of the names of adapter parameters; peft uses it to tell them from those of the base."""
 
 
 def add_peft_type(name: str) -> PeftType:

@@ -40,8 +40,8 @@ STYLE_REGISTERED_AFTER: Triggers = {
 }
 """Separate, because transformers loads these modules while it loads others that our models need."""
 
-ADAPTERS_REGISTERED_AFTER: Triggers = {"peft": ("tokenformer.adapters",)}
-"""Separate, because peft is complete long after transformers."""
+ADAPTERS_REGISTERED_AFTER: Triggers = {"peft": ("tokenformer.models.adapter_registration",)}
+"""Separate, because peft finishes importing long after transformers."""
 
 
 class _TriggerLoader(importlib.abc.Loader):
@@ -55,6 +55,9 @@ class _TriggerLoader(importlib.abc.Loader):
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        spec = module.__spec__
+        if spec is not None:  # importlib.resources and pkgutil ask it for files
+            module.__loader__ = spec.loader = self.loader
         loading = self.finder.loading
         loading.add(module.__name__)
         try:

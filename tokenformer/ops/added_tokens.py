@@ -7,10 +7,12 @@ concatenated: that would copy the weights of the layer for every decoded token, 
 in a batch whose samples have tokens of their own.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
-from tokenformer.ops.theta import ThetaOptions
+from tokenformer.ops.theta import ThetaOptions, accumulation_dtype
 
 
 def pattention_with_added(
@@ -31,12 +33,17 @@ def pattention_with_added(
     return weights[..., :count] @ values + weighted_sum(weights[..., count:], added_values)
 
 
-def pattention_per_sample(x: Tensor, keys: Tensor, values: Tensor, options: ThetaOptions) -> Tensor:
-    """Attend from x [B, ..., d_in] to keys [B, m, d_in]; the scale may be a tensor [B]."""
+def pattention_per_sample(
+    x: Tensor, keys: Tensor, values: Tensor, counts: Tensor, options: ThetaOptions
+) -> Tensor:
+    """Attend from x [B, ..., d_in] to the first `counts` [B] tokens of every sample, whose number
+    is also their scale. The keys [B, m, d_in] behind them must be zero."""
     scores = added_scores(x, keys)
-    if isinstance(options.scale, Tensor):
-        shape = (-1, *(1 for _ in range(scores.ndim - 1)))
-        options = options._replace(scale=options.scale.reshape(shape))
+    counts = counts.reshape(-1, *(1 for _ in range(scores.ndim - 1)))  # [B, 1, ...]
+    if options.theta == "softmax":  # by the others a zero score has no weight
+        places = torch.arange(scores.shape[-1], device=scores.device)
+        scores = scores.masked_fill(places >= counts, -math.inf)
+    options = options._replace(scale=counts.to(accumulation_dtype(scores.dtype)))
     return weighted_sum(options.weights(scores).to(scores.dtype), values)
 
 
