@@ -242,7 +242,9 @@ def report(scale: Scale, results: Results) -> Findings:
         lead = "The TokenFormer is not below both of them at any step."
     return Findings(
         verdict=verdict_of(
-            jumps[zero], *(found.summary(name, "bits_per_byte") for name in (zero, net2net, paper))
+            jumps[zero],
+            tokens_help(found),
+            *(found.summary(name, "bits_per_byte") for name in (zero, net2net, paper)),
         ),
         argument=argument,
         headline=f"loss at growth {jumps[zero]:+.4f}, {ends[zero]:.3f} at the end; Net2Net as the "
@@ -258,31 +260,48 @@ def report(scale: Scale, results: Results) -> Findings:
         notes=[
             f"The claim holds if growing by zero keys changes the loss by less than {PRESERVED:g} "
             "bits per byte and all its seeds end below all seeds of both Net2Nets, and so reach "
-            f"their losses earlier. {lead} Net2Net has noise of {NOISE:.0%} on its "
+            "their losses earlier. If it keeps the loss and ends higher, this scale cannot tell unless "
+            "a TokenFormer that is large from the start ends lower than the small one. "
+            f"{lead} Net2Net has noise of {NOISE:.0%} on its "
             "replicas, which cancels at growth and lets them learn apart.",
-            size_note(ends),
+            size_note(found, ends),
         ],
     )
 
 
-def size_note(ends: dict[str, float]) -> str:
+def tokens_help(found: Found) -> bool:
+    """Whether a TokenFormer that is large from the start ends lower than the small one, in every
+    seed: else there is nothing that growing could gain."""
+    large = found.summary(FROM_THE_START["tokenformer"], "bits_per_byte")
+    return found.summary("TokenFormer, not grown", "bits_per_byte").above(large)
+
+
+def size_note(found: Found, ends: dict[str, float]) -> str:
     """What the larger size is worth, apart from growth."""
     gains = []
     for family, title in TITLES.items():
         small, large = ends[f"{title}, not grown"], ends[FROM_THE_START[family]]
         gains.append(f"{title} {large - small:+.3f}")
     zero = ends["TokenFormer, `zero`"] - ends[FROM_THE_START["tokenformer"]]
-    return (
+    text = (
         "What the size alone is worth: models of the large size from pretraining on, at the rates "
         f"of those that do not grow, change the end on enwik8 by {' and '.join(gains)} bits per "
         f"byte. The TokenFormer grown by zero keys ends {zero:+.3f} from the one that is large "
         "from the start."
     )
+    if not tokens_help(found):
+        text += (
+            " So at this width the new tokens have nothing to gain, however they are added, and "
+            "the comparison of final losses is one of tokens with width."
+        )
+    return text
 
 
-def verdict_of(jump: float, zero: Summary, *baselines: Summary) -> Verdict:
-    if abs(jump) >= PRESERVED or any(zero.mean >= baseline.mean for baseline in baselines):
+def verdict_of(jump: float, can_gain: bool, zero: Summary, *baselines: Summary) -> Verdict:
+    if abs(jump) >= PRESERVED:
         return "does not hold"
+    if any(zero.mean >= baseline.mean for baseline in baselines):
+        return "does not hold" if can_gain else "not at this scale"
     apart = all(baseline.above(zero) for baseline in baselines)
     return "holds" if apart else "not at this scale"
 

@@ -89,10 +89,12 @@ def seeds(mean: float) -> Summary:
 def test_the_verdicts_against_net2net_need_seeds_that_do_not_overlap(ours, verdict):
     final = {"zero": seeds(ours), "net2net": seeds(2.6), "hypercloning": seeds(2.5)}
     assert incremental_scaling.verdict_of(final, "zero") == verdict
-    found = preserved_distribution.verdict_of(0.0001, seeds(ours), seeds(2.6), seeds(2.5))
+    found = preserved_distribution.verdict_of(0.0001, True, seeds(ours), seeds(2.6), seeds(2.5))
     assert found == verdict
-    changed = preserved_distribution.verdict_of(0.01, seeds(ours), seeds(2.6), seeds(2.5))
+    changed = preserved_distribution.verdict_of(0.01, True, seeds(ours), seeds(2.6), seeds(2.5))
     assert changed == "does not hold"
+    higher = preserved_distribution.verdict_of(0.0001, False, seeds(2.7), seeds(2.6), seeds(2.5))
+    assert higher == "not at this scale", "more tokens gain nothing"
 
 
 def test_the_report_on_the_preserved_distribution(tmp_path):
