@@ -53,7 +53,7 @@ def pattention(
     Returns:
         `[..., d_out]`, in the dtype of the inputs.
     """
-    _check(x, key_tokens, value_tokens)
+    check_inputs(x, key_tokens, value_tokens)
     check_names(theta, approximate, backend)
     if scale_tokens is None:
         scale_tokens = float(key_tokens.shape[0])
@@ -67,7 +67,7 @@ def pattention(
     return BACKENDS[backend](x, key_tokens, value_tokens, options)
 
 
-def check_names(theta: str, approximate: str, backend: str) -> None:
+def check_names(theta: str, approximate: str, backend: str = "auto") -> None:
     if theta not in THETAS:
         raise ValueError(f"theta={theta!r} is unknown; choose one of {', '.join(THETAS)}")
     if approximate not in ("none", "tanh"):
@@ -87,7 +87,7 @@ def check_scale(scale_tokens: float | Tensor) -> None:
         raise ValueError(f"scale_tokens={scale_tokens} must be a positive finite number")
 
 
-def _check(x: Tensor, key_tokens: Tensor, value_tokens: Tensor) -> None:
+def check_inputs(x: Tensor, key_tokens: Tensor, value_tokens: Tensor) -> None:
     problem = None
     if key_tokens.ndim != 2 or value_tokens.ndim != 2:
         problem = "key_tokens must be [n, d_in] and value_tokens [n, d_out]"
