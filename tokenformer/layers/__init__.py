@@ -9,6 +9,7 @@ from tokenformer.layers.norm import LayerNorm, RMSNorm
 from tokenformer.layers.patches import PatchEmbedding
 from tokenformer.layers.pattention import Pattention
 from tokenformer.layers.positions import LearnedPositions, NoPositions, RotaryPositions
+from tokenformer.layers.routed_pattention import RoutedPattention
 from tokenformer.layers.transformer_layers import TokenformerDecoderLayer, TokenformerEncoderLayer
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Pattention",
     "RMSNorm",
     "RotaryPositions",
+    "RoutedPattention",
     "SequentialBlock",
     "SwiGLU",
     "TokenformerDecoderLayer",

@@ -85,6 +85,11 @@ class Pattention(nn.Module):
         return self.key_tokens.shape[0]
 
     @property
+    def tokens_per_row(self) -> int:
+        """Number of tokens that each input row attends to."""
+        return self._active_tokens or self.num_tokens
+
+    @property
     def active_tokens(self) -> int | None:
         """Number of active tokens, from the first; None for all, also after growth."""
         return self._active_tokens
@@ -109,13 +114,13 @@ class Pattention(nn.Module):
         return self.key_tokens[:count], self.value_tokens[:count], self.scale_tokens * share
 
     def reset_parameters(self) -> None:
-        """Normal keys with standard deviation 1/sqrt(d_in) and values with 1/sqrt(n): inputs of
-        unit variance give outputs of order 1 for any number of tokens. Our models initialize in
-        `_init_weights` instead."""
+        """Normal keys with standard deviation 1/sqrt(d_in) and values with 1/sqrt(n), n the tokens
+        that a row attends to: inputs of unit variance give outputs of order 1 for any number of
+        tokens. Our models initialize in `_init_weights` instead."""
         if self.key_tokens.is_meta:  # there is no data, and torch would be slow
             return
         nn.init.normal_(self.key_tokens, std=self.in_features**-0.5)
-        nn.init.normal_(self.value_tokens, std=self.num_tokens**-0.5)
+        nn.init.normal_(self.value_tokens, std=max(1, self.tokens_per_row) ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         keys, values, scale = self.token_set()

@@ -4,6 +4,7 @@ The paper's formulas (section 4.1), for both families and every option:
 
     config = TokenformerConfig.from_preset("354m")
     sum(count_parameters(config).values())          # 354,190,848
+    sum(active_parameters(config).values())         # fewer if projections are routed
     sum(training_flops(config, 1024).values())      # of one sequence of 1024 tokens
     sum(activation_bytes(config, batch_size=8, length=1024).values())
     matching_transformer(config)                    # the baseline to compare with
@@ -46,6 +47,7 @@ def count_parameters(config: LanguageConfig | VisionConfig) -> dict[str, int]:
         "embedding": ends["embedding"],
         "positions": ends["positions"],
         **_projection_parameters(config),
+        "routers": _router_parameters(config),
         "scales": len(PROJECTIONS) * config.num_hidden_layers if learned_scales else 0,
         "norms": d
         * (
@@ -54,6 +56,12 @@ def count_parameters(config: LanguageConfig | VisionConfig) -> dict[str, int]:
         ),
         "head": ends["head"],
     }
+
+
+def active_parameters(config: LanguageConfig | VisionConfig) -> dict[str, int]:
+    """Parameters by part that one input row multiplies or looks up: of a routed projection only the
+    tokens of the active groups. Without routing, all of `count_parameters`."""
+    return {**count_parameters(config), **_projection_parameters(config, active=True)}
 
 
 def _text_ends(config: LanguageConfig) -> dict[str, int]:
@@ -101,10 +109,10 @@ def image_training_flops(config: VisionConfig) -> dict[str, int]:
 
 
 def _block_flops(config: BlockConfig, length: int) -> dict[str, int]:
-    # Every weight of a projection, including key and value tokens, multiplies every token once.
-    projections = {
-        part: 2 * weights * length for part, weights in _projection_parameters(config).items()
-    }
+    # Every weight of a projection, including key and value tokens, multiplies every token once; of
+    # a routed one, those of the active groups.
+    weights, routing = _projection_parameters(config, active=True), _routing_weights(config)
+    projections = {part: 2 * (weights[part] + routing[part]) * length for part in weights}
     return {
         "qkv": projections["qkv"],
         "token_token": 4 * config.num_hidden_layers * config.hidden_size * length**2,
@@ -209,6 +217,43 @@ def _tokens_by_layer(config: TokenConfig, projection: str) -> list[int]:
     return [config.tokens(projection, layer) for layer in range(config.num_hidden_layers)]
 
 
+def _active_by_layer(config: TokenConfig, projection: str) -> list[int]:
+    """Tokens that an input row attends to."""
+    found = []
+    for layer, tokens in enumerate(_tokens_by_layer(config, projection)):
+        groups = config.active(projection, layer)
+        found.append(tokens if groups is None else min(tokens, groups * config.group_size))
+    return found
+
+
+def _routed_groups(config: BlockConfig, projection: str) -> list[int]:
+    """The number of groups of every routed layer."""
+    if not isinstance(config, TokenConfig):
+        return []
+    layers = range(config.num_hidden_layers)
+    routed = [layer for layer in layers if config.active(projection, layer) is not None]
+    return [config.groups(projection, layer) for layer in routed]
+
+
+def _router_parameters(config: BlockConfig) -> int:
+    if not isinstance(config, TokenConfig) or config.router != "learned":
+        return 0
+    return config.hidden_size * sum(sum(_routed_groups(config, p)) for p in PROJECTIONS)
+
+
+def _routing_weights(config: BlockConfig) -> dict[str, int]:
+    """Weights by part that multiply an input row to choose its groups, and for the norm over all
+    tokens. The Gram matrix, which is computed once per batch, is not counted."""
+    d = config.hidden_size
+
+    def of(*projections: str) -> int:
+        groups = [count for name in projections for count in _routed_groups(config, name)]
+        norms = isinstance(config, TokenConfig) and config.theta_norm == "all"
+        return d * sum(groups) + (d * d * len(groups) if norms else 0)
+
+    return {"qkv": of("q", "k", "v"), "output": of("o"), "ffn": of("ffn")}
+
+
 def _transformer_like(config: TokenformerConfig, heads: int) -> TransformerConfig:
     """Return a Transformer with `heads` heads and the other options of `config`."""
     own = {"hidden_size", "num_attention_heads", "num_key_value_heads"}
@@ -223,8 +268,9 @@ def _transformer_like(config: TokenformerConfig, heads: int) -> TransformerConfi
     )
 
 
-def _projection_parameters(config: BlockConfig) -> dict[str, int]:
-    """Parameters of the five projections, summed over layers."""
+def _projection_parameters(config: BlockConfig, *, active: bool = False) -> dict[str, int]:
+    """Parameters of the five projections, summed over layers; with `active` those that an input row
+    visits."""
     d, kv, layers = config.hidden_size, config.key_value_size, config.num_hidden_layers
     if isinstance(config, MatrixConfig):
         return {
@@ -237,7 +283,8 @@ def _projection_parameters(config: BlockConfig) -> dict[str, int]:
             f"config is a {type(config).__name__}; give a TokenformerConfig or TransformerConfig"
         )
     # A token is a key of d channels and a value of the width of the output.
-    q, k, v, o, ffn = (sum(_tokens_by_layer(config, projection)) for projection in PROJECTIONS)
+    by_layer = _active_by_layer if active else _tokens_by_layer
+    q, k, v, o, ffn = (sum(by_layer(config, projection)) for projection in PROJECTIONS)
     return {"qkv": 2 * d * q + (d + kv) * (k + v), "output": 2 * d * o, "ffn": 2 * d * ffn}
 
 
@@ -264,12 +311,29 @@ def _projection_bytes(config: LanguageConfig, part: str, rows: int) -> int:
     assert isinstance(config, TokenformerConfig)
     names = {"qkv": ("q", "k", "v"), "output": ("o",), "ffn": ("ffn",)}[part]
     widths = {"k": config.key_value_size, "v": config.key_value_size}
-    return sum(
-        saved_bytes(
-            "direct",
-            config.theta,
-            Sizes(rows, config.hidden_size, tokens, widths.get(name, config.hidden_size)),
-        )
-        for name in names
-        for tokens in _tokens_by_layer(config, name)
-    )
+    total = 0
+    for name in names:
+        width = widths.get(name, config.hidden_size)
+        for layer, tokens in enumerate(_tokens_by_layer(config, name)):
+            groups = config.active(name, layer)
+            if groups is None:
+                sizes = Sizes(rows, config.hidden_size, tokens, width)
+                total += saved_bytes("direct", config.theta, sizes)
+            else:
+                total += _routed_bytes(config, groups, rows)
+    return total
+
+
+def _routed_bytes(config: TokenformerConfig, groups: int, rows: int) -> int:
+    """Bytes a routed projection saves besides its input: the scores of the active groups, their
+    indices and the statistics of theta; for the norm over all tokens the norm, whether it is zero,
+    and the factor of the Gram matrix; for a learned router the normalized input and the gates."""
+    d = config.hidden_size
+    floats = rows * (groups * config.group_size + 2) + 1
+    others = INDEX_BYTES * rows * groups
+    if config.theta_norm == "all":
+        floats += 2 * rows + (d * d if rows >= d else 0)
+        others += rows
+    if config.router == "learned":
+        floats += rows * (d + 1 + 2 * groups)
+    return FLOAT_BYTES * floats + others

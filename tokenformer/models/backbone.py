@@ -22,10 +22,12 @@ from tokenformer.layers import (
     ParallelBlock,
     PatchEmbedding,
     Pattention,
+    RoutedPattention,
     SequentialBlock,
     SwiGLU,
 )
 from tokenformer.layers.norm import NORMS
+from tokenformer.layers.router import LearnedRouter, Router
 from tokenformer.models.block_configuration import BlockConfig
 from tokenformer.models.configuration import MatrixConfig, TokenConfig
 
@@ -116,6 +118,10 @@ class BlockPreTrainedModel(PreTrainedModel):
             init.normal_(module.value_tokens, std=value_std)
             if isinstance(module.scale_tokens, nn.Parameter):
                 init.constant_(module.scale_tokens, module.initial_scale)
+        elif isinstance(module, Router):
+            init.zeros_(module.bias)
+            if isinstance(module, LearnedRouter):
+                init.normal_(module.weight, std=module.weight.shape[1] ** -0.5)
         elif isinstance(module, nn.Linear | nn.Conv2d):
             writes = hasattr(module, "writes_to_residual")
             released_std = self.residual_std if writes else std
@@ -165,7 +171,7 @@ class BlockPreTrainedModel(PreTrainedModel):
         """Return the initial standard deviations of keys and values."""
         if self.config.variant == "released":
             return self.config.initializer_range, self.residual_std
-        return layer.in_features**-0.5, layer.num_tokens**-0.5
+        return layer.in_features**-0.5, layer.tokens_per_row**-0.5
 
     @property
     def residual_std(self) -> float:
@@ -200,15 +206,26 @@ def tokenformer_projections(config: TokenConfig, layer: int) -> list[nn.Module]:
     d, kv = config.hidden_size, config.key_value_size
 
     def tokens(name: str, out_features: int) -> Pattention:
-        scale = config.scale(name, layer)
-        layer_tokens = Pattention(
-            d,
-            out_features,
-            config.tokens(name, layer),
-            theta=config.theta,
-            scale_tokens=nn.Parameter(torch.tensor([scale])) if config.learned_scale else scale,
-            approximate=config.approximate,
-            eps=config.theta_eps,
+        scale, active_groups = config.scale(name, layer), config.active(name, layer)
+        sizes = d, out_features, config.tokens(name, layer)
+        options: dict[str, Any] = {
+            "theta": config.theta,
+            "scale_tokens": nn.Parameter(torch.tensor([scale])) if config.learned_scale else scale,
+            "approximate": config.approximate,
+            "eps": config.theta_eps,
+        }
+        layer_tokens = (
+            Pattention(*sizes, **options)
+            if active_groups is None
+            else RoutedPattention(
+                *sizes,
+                group_size=config.group_size,
+                active_groups=active_groups,
+                router=config.router,
+                norm=config.theta_norm,
+                balance_rate=config.balance_rate,
+                **options,
+            )
         )
         layer_tokens.initial_scale = scale  # `_init_weights` may see an empty parameter
         return layer_tokens

@@ -29,6 +29,8 @@ CHOICES: dict[str, tuple[str | bool, ...]] = {
     "residual": ("sequential", "parallel"),
     "hidden_act": ("gelu", "gelu_tanh"),
     "theta": ("l2_gelu", "gelu_l2", "l1_gelu", "softmax"),
+    "router": ("centroid", "learned"),
+    "theta_norm": ("all", "chosen"),
     "mlp": ("gelu", "swiglu"),
     "pooling": ("class", "mean"),
     "learned_scale": (True, False),

@@ -52,6 +52,15 @@ class TokenConfig(BlockConfig):
         token_rates: learning rate factors of tokens, as growth may set them: `{"q" | "k" | "v" |
             "o" | "ffn": [a list of [number of tokens, factor], or null, per layer]}`.
         theta, theta_eps: the modified softmax, and the epsilon added to its norm.
+        active_groups: routes every input row to this many groups of the tokens of a projection, the
+            others are skipped: `{"q" | "k" | "v" | "o" | "ffn": an int, or an int or null per
+            layer}`. Projections that are not named, and layers with null, are dense.
+        group_size: tokens per group.
+        router: how groups are chosen: `centroid`, by their mean keys, or `learned`, by a linear
+            layer.
+        theta_norm: the scores in the norm of a routed projection: `all`, the default for theta
+            `l2_gelu` and possible only there, or `chosen`, those of the chosen groups.
+        balance_rate: how far the bias of a router moves per optimizer step to balance the load.
     """
 
     # Read by transformers: how `from_pretrained(..., tp_plan="auto")` shards the layers.
@@ -71,6 +80,11 @@ class TokenConfig(BlockConfig):
     token_rates: dict[str, list[list[list[float]] | None]] | None = None
     theta: str = "l2_gelu"
     theta_eps: float = INFERRED
+    active_groups: dict[str, Any] | None = None
+    group_size: int = 32
+    router: str = "centroid"
+    theta_norm: str = INFERRED
+    balance_rate: float = 0.01
 
     def __setattr__(self, name: str, value: Any) -> None:
         # transformers sets this before it applies a quantizer, from an argument or config.json.
@@ -97,6 +111,24 @@ class TokenConfig(BlockConfig):
             return None
         return [rate for count, rate in runs for _ in range(int(count))]
 
+    def active(self, projection: str, layer: int) -> int | None:
+        """Groups that each row of `projection` in `layer` attends to; None for a dense one."""
+        counts = (self.active_groups or {}).get(projection)
+        return counts[layer] if isinstance(counts, list) else counts
+
+    def groups(self, projection: str, layer: int) -> int:
+        """Groups of the tokens of `projection` in `layer`."""
+        return -(-self.tokens(projection, layer) // self.group_size)
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether any projection is routed."""
+        return any(
+            self.active(projection, layer) is not None
+            for projection in PROJECTIONS
+            for layer in range(self.num_hidden_layers)
+        )
+
     def _token_option(self, projection: str) -> Tokens:
         if projection in ("o", "ffn"):
             return {"o": self.output_tokens, "ffn": self.ffn_tokens}[projection]
@@ -113,6 +145,8 @@ class TokenConfig(BlockConfig):
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+        if self.theta_norm is None:
+            self.theta_norm = "all" if self.theta == "l2_gelu" else "chosen"
 
     def _check(self) -> None:
         super()._check()
@@ -143,6 +177,40 @@ class TokenConfig(BlockConfig):
                 if scale is not None:
                     check_number(name, scale, positive=True)
         self._check_rates()
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        check_count("group_size", self.group_size)
+        check_number("balance_rate", self.balance_rate)
+        if not isinstance(self.active_groups, dict | None):
+            raise ValueError(
+                f"active_groups={self.active_groups!r} must be None or a dict with the keys "
+                f"{', '.join(PROJECTIONS)}"
+            )
+        for projection, counts in (self.active_groups or {}).items():
+            if projection not in PROJECTIONS:
+                raise ValueError(
+                    f"active_groups has the unknown key {projection!r}; "
+                    f"choose from {', '.join(PROJECTIONS)}"
+                )
+            name = f"active_groups[{projection!r}]"
+            if isinstance(counts, list | tuple):
+                self._check_length(name, counts)
+                self.active_groups = {**(self.active_groups or {}), projection: list(counts)}
+            for layer in range(self.num_hidden_layers):
+                if (count := self.active(projection, layer)) is None:
+                    continue
+                check_count(name, count)
+                if count > (most := self.groups(projection, layer)):
+                    raise ValueError(
+                        f"{name}={count} of layer {layer} must be at most {most}, the groups of "
+                        f"{self.group_size} of its {self.tokens(projection, layer)} tokens"
+                    )
+        if self.is_routed and self.theta_norm == "all" and self.theta != "l2_gelu":
+            raise ValueError(
+                f"theta_norm='all' with theta={self.theta!r} would need the scores of all tokens; "
+                "use theta_norm='chosen'"
+            )
 
     def _check_rates(self) -> None:
         for projection, by_layer in (self.token_rates or {}).items():

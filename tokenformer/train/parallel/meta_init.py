@@ -1,7 +1,7 @@
 """Initialize a model that was built on the meta device, where it takes no memory.
 
 The parameters of each module are initialized whole on the CPU, from a generator seeded by the run's
-seed and the module's name, and each rank keeps its shard. So no rank holds the whole model, and the
+seed and the module's name, and each rank keeps its shard. Buffers are the same on every rank. So no rank holds the whole model, and the
 weights are the same on any number of ranks and on any device.
 """
 
@@ -25,27 +25,33 @@ def init_weights(model: "PreTrainedModel", seed: int, device: torch.device) -> N
     with torch.random.fork_rng(devices=[]):
         for name, module in model.named_modules():
             own = {n: p for n, p in module._parameters.items() if p is not None}
-            if any(id(p) not in done for p in own.values()):
+            buffers = {n: b for n, b in module._buffers.items() if b is not None}
+            if buffers or any(id(p) not in done for p in own.values()):
                 torch.manual_seed(named_seed(seed, name))
-                whole = init_module(model, module, own)
+                whole = init_module(model, module, own | buffers)
                 for n, p in own.items():
                     done.setdefault(id(p), shard_parameter(whole[n], p, device))
+                for n in buffers:  # every rank holds them whole
+                    module._buffers[n] = whole[n].to(device)
             for n, p in own.items():
                 module._parameters[n] = done[id(p)]
-    buffers = [name for name, _ in model.named_buffers()]
-    assert not buffers, f"buffers on the meta device have lost their values: {buffers}"
 
 
 def init_module(
-    model: "PreTrainedModel", module: nn.Module, own: dict[str, nn.Parameter]
+    model: "PreTrainedModel", module: nn.Module, own: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the whole parameters of one module, initialized by the model's own rule."""
+    """Return the whole parameters and buffers of one module, initialized by the model's own
+    rule, which must cover all of them."""
     alone = copy.copy(module)
-    alone._parameters = dict(module._parameters)
-    for name, parameter in own.items():
-        alone._parameters[name] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
+    alone._parameters, alone._buffers = dict(module._parameters), dict(module._buffers)
+    for name, tensor in own.items():
+        whole = torch.full(tensor.shape, torch.nan, dtype=tensor.dtype)
+        if name in alone._parameters:
+            alone._parameters[name] = nn.Parameter(whole)
+        else:
+            alone._buffers[name] = whole
     model._init_weights(alone)
-    return {name: alone._parameters[name] for name in own}  # type: ignore[misc]
+    return {name: getattr(alone, name).detach() for name in own}
 
 
 def shard_parameter(whole: Tensor, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

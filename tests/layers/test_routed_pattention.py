@@ -1,0 +1,322 @@
+"""The routed Pattention layer and its routers."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tokenformer.layers import Pattention, RoutedPattention
+from tokenformer.layers.router import (
+    ROUTERS,
+    CentroidRouter,
+    LearnedRouter,
+    balance_routers,
+    reset_counts,
+)
+from tokenformer.ops import THETAS, routed_pattention
+
+CASES = [("l2_gelu", "all"), *((theta, "chosen") for theta in THETAS)]
+routers = pytest.mark.parametrize("router", ROUTERS)
+
+
+def make_layer(active_groups: int = 3, **options: object) -> RoutedPattention:
+    torch.manual_seed(0)
+    return RoutedPattention(6, 4, 30, **{"group_size": 4, **options, "active_groups": active_groups})
+
+
+@routers
+@pytest.mark.parametrize(("theta", "norm"), CASES)
+@pytest.mark.parametrize("tokens", [28, 30])
+def test_all_groups_are_the_dense_layer(router, theta, norm, tokens):
+    torch.manual_seed(0)
+    dense = Pattention(6, 4, tokens, theta=theta, scale_tokens=9, dtype=torch.float64)
+    layer = RoutedPattention(
+        6,
+        4,
+        tokens,
+        group_size=4,
+        active_groups=-(-tokens // 4),
+        router=router,
+        norm=norm,
+        theta=theta,
+        scale_tokens=9,
+        dtype=torch.float64,
+    )
+    layer.load_state_dict(dense.state_dict(), strict=False)
+    x = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
+    for mode in (True, False):
+        torch.testing.assert_close(layer.train(mode)(x), dense(x), rtol=1e-12, atol=1e-13)
+    found, wanted = (
+        torch.autograd.grad(module(x).square().sum(), [module.key_tokens, module.value_tokens])
+        for module in (layer, dense)
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("norm", ["all", "chosen"])
+def test_rows_attend_to_the_groups_with_the_largest_scores(norm):
+    layer = make_layer(2, norm=norm)
+    x = torch.randn(7, 6)
+    means = torch.stack([part.mean(0) for part in layer.key_tokens.detach().split(4)])
+    groups = (x @ means.T).topk(2).indices
+    expected = routed_pattention(
+        x,
+        layer.key_tokens,
+        layer.value_tokens,
+        groups,
+        group_size=4,
+        norm=norm,
+        scale_tokens=30 if norm == "all" else 30 * 8 / 30,
+        backend="reference",
+    )
+    torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(layer.eval()(3 * x), expected, msg="the length of x has no part")
+
+
+def test_no_active_groups():
+    layer = make_layer(0)
+    x = torch.randn(5, 6, requires_grad=True)
+    out = layer(x)
+    out.sum().backward()
+    assert (out == 0).all()
+    assert (x.grad == 0).all()
+
+
+def test_ties_choose_as_many_groups():
+    layer = make_layer(3)
+    with torch.no_grad():
+        layer.key_tokens.copy_(layer.key_tokens[:1].expand(30, -1))
+    groups, _ = layer.router(torch.randn(9, 6), layer.centroids(), 3)
+    assert all(len(set(row)) == 3 for row in groups.tolist())
+
+
+def test_active_groups_can_change():
+    layer = make_layer(8, norm="chosen").eval()
+    x = torch.randn(5, 6)
+    whole = layer(x)
+    layer.active_groups = 2
+    assert layer.tokens_per_row == 8
+    assert not torch.allclose(layer(x), whole)
+    layer.active_groups = 8
+    assert torch.equal(layer(x), whole)
+
+
+@routers
+def test_gradients_reach_what_is_trained(router):
+    layer = make_layer(2, router=router)
+    layer(torch.randn(9, 6)).square().sum().backward()
+    parameters = dict(layer.named_parameters())
+    assert ("router.weight" in parameters) == (router == "learned")
+    assert all(parameter.grad.abs().sum() > 0 for parameter in parameters.values())
+
+
+def test_the_gate_of_a_learned_router_is_one():
+    """Straight through: the output has no gates, the router's gradient is that of sigmoids."""
+    layer = make_layer(2, router="learned", dtype=torch.float64)
+    x = torch.randn(9, 6, dtype=torch.float64)
+    groups, gates = layer.router(x, layer.centroids(), 2)
+    assert (gates == 1).all()
+    found = torch.autograd.grad(layer(x).square().sum(), layer.router.weight)[0]
+    # By hand: dL/dlogit = sigmoid' <dL/dout, output of the group>.
+    shares = nn.functional.rms_norm(x, (6,)) @ layer.router.weight.T
+    out = layer(x).detach()
+    weights = shares.gather(1, groups).sigmoid()
+    parts = torch.stack(
+        [
+            routed_pattention(
+                x, layer.key_tokens, layer.value_tokens, groups[:, [j]], group_size=4
+            ).detach()
+            for j in range(2)
+        ],
+        dim=1,
+    )  # [R, 2, d_out]
+    loss = (weights[..., None] * parts * (2 * out)[:, None]).sum()
+    wanted = torch.autograd.grad(loss, layer.router.weight)[0]
+    torch.testing.assert_close(found, wanted)
+
+
+def test_scores_have_unit_spread_at_the_start():
+    torch.manual_seed(0)
+    for router in ROUTERS:
+        layer = RoutedPattention(64, 64, 2048, active_groups=4, router=router)
+        x = layer.router.normalized(100 * torch.randn(500, 64))
+        scores = layer.router.scores(x, layer.centroids())
+        assert scores.std().item() == pytest.approx(1, rel=0.1)
+
+
+@routers
+def test_balancing_evens_out_the_load(router):
+    """Rows around one direction would all choose the same groups."""
+    torch.manual_seed(0)
+    layer = RoutedPattention(
+        16, 8, 256, group_size=8, active_groups=4, router=router, balance_rate=0.05
+    )
+    x = torch.randn(512, 16) + 2 * torch.randn(16)
+    layer(x)
+    first = balance_routers(layer)
+    for _ in range(150):
+        layer(x)
+        last = balance_routers(layer)
+    assert first.groups == last.groups == 32
+    assert first.peak > 4
+    assert last.peak < 2
+    assert first.dead > 2 > last.dead
+    assert abs(layer.router.bias.mean().item()) < 1e-6
+
+
+def test_only_training_counts_rows():
+    layer = make_layer(3)
+    x = torch.randn(10, 6)
+    with torch.no_grad():
+        layer(x)
+    layer.eval()(x)
+    assert balance_routers(layer) is None
+    layer.train()(x)
+    layer(x)
+    assert layer.router.counts.sum() == 2 * 10 * 3
+    reset_counts(layer)
+    assert layer.router.counts.sum() == 0
+    assert (layer.router.bias == 0).all()
+
+
+def test_bias_moves_by_the_rate_and_towards_balance():
+    router = CentroidRouter(4, balance_rate=0.1)
+    router.update(torch.tensor([9, 1, 1, 1]))
+    torch.testing.assert_close(router.bias, torch.tensor([-0.15, 0.05, 0.05, 0.05]))
+    still = CentroidRouter(4, balance_rate=0.0)
+    still.update(torch.tensor([9, 1, 1, 1]))
+    assert (still.bias == 0).all()
+
+
+def test_the_bias_changes_the_choice_and_not_the_weights():
+    layer = make_layer(1, router="learned")
+    x = torch.randn(5, 6)
+    with torch.no_grad():
+        layer.router.bias[6] = 100.0
+    groups, gates = layer.router(x, layer.centroids(), 1)
+    assert (groups == 6).all()
+    assert (gates == 1).all()
+
+
+@routers
+def test_state_dict_round_trip(router):
+    source, target = make_layer(router=router), make_layer(router=router)
+    with torch.no_grad():
+        for tensor in (*source.parameters(), *source.buffers()):
+            tensor.copy_(torch.randn_like(tensor))
+    assert "router.bias" in source.state_dict()
+    target.load_state_dict(source.state_dict())
+    x = torch.randn(5, 6)
+    assert torch.equal(source(x), target(x))
+
+
+@pytest.mark.parametrize("change", ["in place", "loaded", "replaced", "dtype"])
+def test_evaluation_sees_changed_keys(change):
+    """The factor of the Gram matrix is kept between calls."""
+    layer = make_layer(2).eval()
+    x, keys = torch.randn(5, 6), torch.randn(30, 6)
+    with torch.no_grad():
+        before = layer(x)
+        assert torch.equal(layer(x), before)
+        if change == "in place":
+            layer.key_tokens.copy_(keys)
+        elif change == "loaded":
+            layer.load_state_dict({**layer.state_dict(), "key_tokens": keys}, assign=True)
+        elif change == "replaced":
+            layer.key_tokens = nn.Parameter(keys)
+        else:
+            layer.double()
+            x, keys = x.double(), layer.key_tokens.detach()
+        after = layer(x)
+        fresh = RoutedPattention(
+            6, 4, 30, group_size=4, active_groups=2, dtype=keys.dtype, backend="reference"
+        )
+        fresh.load_state_dict({**layer.state_dict(), "key_tokens": keys})
+        torch.testing.assert_close(after, fresh(x))
+
+
+def test_inference_mode_and_deepcopy():
+    layer = make_layer(2).eval()
+    x = torch.randn(5, 6)
+    with torch.no_grad():
+        expected = layer(x)
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(x), expected)
+        torch.testing.assert_close(copy.deepcopy(layer)(x), expected)
+
+
+def test_autocast_chooses_the_same_groups():
+    layer, x = make_layer(2), torch.randn(50, 6)
+    chosen: list[Tensor] = []
+    layer.router.register_forward_hook(lambda module, args, found: chosen.append(found[0]))
+    layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(*chosen)
+
+
+@pytest.mark.slow
+@routers
+def test_compiles_whole(router):
+    torch._dynamo.reset()
+    layer = make_layer(2, router=router)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(9, 6)
+    torch.testing.assert_close(compiled(x), layer(x))
+    found, wanted = (
+        torch.autograd.grad(function(x).square().sum(), list(layer.parameters()))
+        for function in (compiled, layer)
+    )
+    torch.testing.assert_close(found, wanted)
+    assert layer.router.counts.sum() == 4 * 9 * 2, "compiled code counts, too"
+    layer.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_learns_to_route():
+    torch.manual_seed(0)
+    layer = RoutedPattention(8, 4, 64, group_size=8, active_groups=2, router="learned")
+    x, target = torch.randn(128, 8), torch.randn(128, 4)
+    optimizer = torch.optim.Adam(layer.parameters(), lr=0.02)
+    losses = []
+    for _ in range(100):
+        loss = (layer(x) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        balance_routers(layer)
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"group_size": 0}, "group_size=0"),
+        ({"active_groups": 9}, "active_groups=9 must be from 0 to 8"),
+        ({"active_groups": -1}, "active_groups=-1"),
+        ({"router": "hash"}, "router='hash'.*centroid, learned"),
+        ({"norm": "some"}, "norm='some'"),
+        ({"theta": "softmax"}, "norm='all' with theta='softmax'"),
+        ({"in_features": 0}, "in_features=0"),
+    ],
+)
+def test_wrong_arguments_are_named_when_the_layer_is_built(changed, named):
+    options = {"in_features": 6, "out_features": 4, "num_tokens": 30, "group_size": 4}
+    with pytest.raises(ValueError, match=named):
+        RoutedPattention(**{**options, "active_groups": 2, **changed})
+
+
+def test_a_prefix_of_active_tokens_is_refused():
+    layer = make_layer(2)
+    layer.active_tokens = None
+    with pytest.raises(ValueError, match="set its active_groups"):
+        layer.active_tokens = 8
+
+
+def test_repr_shows_the_routing():
+    assert "group_size=4, active_groups=3, norm='all'" in repr(make_layer())
+    assert isinstance(make_layer(router="learned").router, LearnedRouter)

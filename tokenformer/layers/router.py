@@ -1,0 +1,165 @@
+"""Routers: which groups of tokens an input row attends to.
+
+A router scores every group for every row; the groups with the largest scores are chosen. Rows are
+scaled to unit mean square, because Pattention sees little but their direction, and scores have a
+standard deviation of about 1 at the start.
+
+Load balancing needs no auxiliary loss (Wang et al., arXiv 2408.15664): a bias per group is added to
+the scores when groups are chosen, and only then. After every optimizer step `update` raises the
+bias of the groups that fewer rows chose than average, and lowers the others. The bias is a buffer:
+part of the state dict, not trained by gradients.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokenformer.ops.backends.autograd import no_autocast
+from tokenformer.ops.theta import accumulation_dtype
+
+
+class Router(nn.Module):
+    bias: Tensor
+    """[groups], added to the scores when groups are chosen."""
+
+    def __init__(
+        self, num_groups: int, *, balance_rate: float, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        self.num_groups = num_groups
+        self.balance_rate = balance_rate
+        self.register_buffer("bias", torch.zeros(num_groups, device=device))
+        # Not a buffer: DDP would overwrite the counts of all ranks with those of the first.
+        self.counts: Tensor | None = None
+
+    def forward(self, x: Tensor, centroids: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
+        """Return the k groups of every row of `x` [..., d], and their gates; None for gates of 1.
+        `centroids` [groups, d] are the mean keys of the groups."""
+        with no_autocast(x):
+            scores = self.scores(self.normalized(x), centroids)  # [..., groups]
+            groups = (scores.detach() + self.bias).topk(k).indices  # [..., k]
+            if self.training and torch.is_grad_enabled():
+                self.count(groups)
+            return groups, self.gates(scores, groups)
+
+    @abstractmethod
+    def scores(self, x: Tensor, centroids: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def gates(self, scores: Tensor, groups: Tensor) -> Tensor | None: ...
+
+    @staticmethod
+    def normalized(x: Tensor) -> Tensor:
+        wide = x.to(accumulation_dtype(x.dtype))
+        return F.rms_norm(wide, wide.shape[-1:])
+
+    @torch.no_grad()
+    def count(self, groups: Tensor) -> None:
+        """Add the rows that chose each group, until the next `update`. Activation checkpointing
+        counts every row twice, which changes neither the signs nor the shares."""
+        if self.counts is None or self.counts.device != groups.device:
+            self.counts = torch.zeros(self.num_groups, device=groups.device, dtype=torch.int64)
+        chosen = groups.reshape(-1)
+        self.counts.index_add_(0, chosen, torch.ones_like(chosen))
+
+    @torch.no_grad()
+    def update(self, counts: Tensor) -> None:
+        """Move the bias of every group towards a balanced load, given the rows [groups] that chose
+        each."""
+        step = torch.sign(counts.double().mean() - counts)
+        self.bias += (self.balance_rate * (step - step.mean())).to(self.bias)
+
+    def extra_repr(self) -> str:
+        return f"num_groups={self.num_groups}, balance_rate={self.balance_rate:g}"
+
+
+class CentroidRouter(Router):
+    """The score of a group is that of its mean key, relative to the RMS of all mean keys. It has no
+    parameters and moves with the keys."""
+
+    def scores(self, x: Tensor, centroids: Tensor) -> Tensor:
+        wide = centroids.detach().to(x.dtype)
+        length = wide.square().sum(-1).mean().sqrt()  # of a typical centroid
+        return x.detach() @ (wide / length.clamp_min(torch.finfo(x.dtype).tiny)).T
+
+    def gates(self, scores: Tensor, groups: Tensor) -> Tensor | None:
+        return None
+
+
+class LearnedRouter(Router):
+    """A linear layer scores the groups.
+
+    The gates are exactly 1, so the output is that of the chosen tokens; the gradient passes to the
+    scores as if the gates were the sigmoids of the scores (a straight-through estimator): the score
+    of a group rises where a larger share of its output would lower the loss.
+    """
+
+    weight: nn.Parameter  # [groups, d]
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        *,
+        balance_rate: float,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_groups, balance_rate=balance_rate, device=device)
+        self.weight = nn.Parameter(torch.empty(num_groups, in_features, device=device, dtype=dtype))
+        if not self.weight.is_meta:
+            nn.init.normal_(self.weight, std=in_features**-0.5)
+
+    def scores(self, x: Tensor, centroids: Tensor) -> Tensor:
+        return x @ self.weight.to(x.dtype).T
+
+    def gates(self, scores: Tensor, groups: Tensor) -> Tensor | None:
+        shares = scores.gather(-1, groups).sigmoid()
+        return 1 + (shares - shares.detach())
+
+
+ROUTERS = ("centroid", "learned")
+
+
+class RouterLoad(NamedTuple):
+    """How evenly the routers of a model used their groups in one optimizer step."""
+
+    groups: int
+    dead: int
+    """Groups that no row chose."""
+    peak: float
+    """Rows of the most chosen group of any layer, relative to the mean of the layer."""
+
+
+def routers(model: nn.Module) -> Iterator[Router]:
+    for module in model.modules():
+        if isinstance(module, Router):
+            yield module
+
+
+def balance_routers(
+    model: nn.Module, sum_over_ranks: Callable[[Tensor], Tensor] = lambda counts: counts
+) -> RouterLoad | None:
+    """Update the biases of all routers of a model and reset their counts. Call it after every
+    optimizer step; our training loop does. Returns None if nothing was counted."""
+    counted = [router for router in routers(model) if router.counts is not None]
+    if not counted:
+        return None
+    counts = sum_over_ranks(torch.cat([router.counts for router in counted]))  # type: ignore[misc]
+    by_router = counts.split([router.num_groups for router in counted])
+    for router, own in zip(counted, by_router, strict=True):
+        router.update(own)
+    reset_counts(model)
+    dead = int((counts == 0).sum())
+    peak = max((own.max() / own.double().mean().clamp_min(1)).item() for own in by_router)
+    return RouterLoad(len(counts), dead, peak)
+
+
+def reset_counts(model: nn.Module) -> None:
+    for router in routers(model):
+        if router.counts is not None:
+            router.counts.zero_()
