@@ -220,3 +220,15 @@ def test_an_image_classifier_by_its_preset(name, family, parameters, capsys):
     with pytest.raises(SystemExit):
         main(["inspect", name, "--length", "9"])
     assert f"--length does not apply: {name} is an image classifier" in capsys.readouterr().err
+
+
+def test_routed_tokens_are_counted_in_total_and_active(tmp_path: Path) -> None:
+    config = TokenformerConfig(**SMALL, ffn_tokens=320, active_groups={"ffn": 2})
+    config.save_pretrained(tmp_path)
+    found = json.loads(run(str(tmp_path), "--json", folder=tmp_path).stdout)["tokenformer"]
+    skipped = 2 * 2 * 32 * (320 - 64)
+    totals = {kind: found[kind]["total"] for kind in ("parameters", "active_parameters")}
+    assert totals["parameters"] - totals["active_parameters"] == skipped
+    lines = run(str(tmp_path), folder=tmp_path).stdout.splitlines()
+    active = next(line.split() for line in lines if line.startswith("active per token"))
+    assert active[3] == f"{totals['active_parameters']:,}"

@@ -22,7 +22,9 @@ routers = pytest.mark.parametrize("router", ROUTERS)
 
 def make_layer(active_groups: int = 3, **options: object) -> RoutedPattention:
     torch.manual_seed(0)
-    return RoutedPattention(6, 4, 30, **{"group_size": 4, **options, "active_groups": active_groups})
+    return RoutedPattention(
+        6, 4, 30, **{"group_size": 4, **options, "active_groups": active_groups}
+    )
 
 
 @routers

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tokenformer.layers import Pattention
+from tokenformer.layers import Pattention, RoutedPattention
 from tokenformer.models.accounting import (
     GROWTH_SIZES,
     activation_bytes,
+    active_parameters,
     count_parameters,
     forward_flops,
     matching_transformer,
@@ -54,6 +55,12 @@ TOKENFORMER_OPTIONS: list[dict[str, Any]] = [
     {"theta": "gelu_l2"},
     {"theta": "l1_gelu"},
 ]
+ROUTED_OPTIONS: list[dict[str, Any]] = [
+    {"active_groups": {"ffn": 3}, "group_size": 8},
+    {"active_groups": {"ffn": [2, None], "q": 3, "o": 1}, "group_size": 7, "router": "learned"},
+    {"active_groups": {"ffn": 3, "k": 1}, "num_key_value_heads": 2, "theta_norm": "chosen"},
+    {"active_groups": {"ffn": 3}, "theta": "gelu_l2", "router": "learned"},
+]
 TRANSFORMER_OPTIONS: list[dict[str, Any]] = [
     {"intermediate_size": 50},
     {"mlp": "swiglu", "num_key_value_heads": 2},
@@ -64,11 +71,16 @@ CONFIGS: list[LanguageConfig] = [
 ]
 
 
+ROUTED = [
+    TokenformerConfig(**{**SMALL, "ffn_tokens": 120, "qkv_tokens": 40, **o}) for o in ROUTED_OPTIONS
+]
+
+
 def build(config: LanguageConfig, backend: str = "auto") -> LanguageModelForCausalLM:
     tokens = isinstance(config, TokenformerConfig)
     model = TokenformerForCausalLM(config) if tokens else TransformerForCausalLM(config)
     for module in model.modules():
-        if isinstance(module, Pattention):
+        if isinstance(module, Pattention) and not isinstance(module, RoutedPattention):
             module.backend = backend
     return model
 
@@ -87,7 +99,7 @@ def difference(config: LanguageConfig) -> str:
     return f"{config.model_type}-{changed}"
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=difference)
+@pytest.mark.parametrize("config", CONFIGS + ROUTED, ids=difference)
 def test_parameters_of_every_option(config: LanguageConfig) -> None:
     assert sum(count_parameters(config).values()) == built_parameters(config)
 
@@ -164,6 +176,30 @@ def test_flops_agree_with_the_counter(config: LanguageConfig, batch_size: int, l
     assert trained == pytest.approx(counted + backward.get_total_flops(), rel=0.01)
 
 
+def test_flops_of_routed_layers_are_those_of_the_visited_tokens() -> None:
+    """The counter sees the products per group, the router and the norm."""
+    options = {**SMALL, "hidden_size": 32, "ffn_tokens": [2048, 1024], "active_groups": {"ffn": 4}}
+    config = TokenformerConfig(**options, group_size=16)
+    model = build(config).eval()
+    for layer in model.model.layers:
+        layer.ffn.backend = "grouped"
+    with counted_flops(model) as counter, torch.no_grad():
+        model(torch.randint(config.vocab_size, (2, 40)), use_cache=False)
+    flops = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+    found = sum(flops[f"TokenformerForCausalLM.model.layers.{i}.ffn"] for i in range(2))
+    assert found == pytest.approx(2 * forward_flops(config, 40)["ffn"], rel=0.01)
+    dense = TokenformerConfig(**{**options, "active_groups": None})
+    assert forward_flops(config, 40)["ffn"] < 0.2 * forward_flops(dense, 40)["ffn"]
+
+
+def test_active_parameters() -> None:
+    config = TokenformerConfig(**SMALL, ffn_tokens=[100, 70], active_groups={"ffn": [2, 3]})
+    total, active = count_parameters(config), active_parameters(config)
+    assert active["ffn"] == 2 * 32 * (64 + 70), "the last group of 32 is smaller"
+    assert {**active, "ffn": total["ffn"]} == total
+    assert active_parameters(CONFIGS[0]) == count_parameters(CONFIGS[0])
+
+
 def test_flops_by_part_agree_with_the_counter() -> None:
     config = TokenformerConfig(**WIDE, qkv_tokens=48, output_tokens=20, ffn_tokens=90)
     model = build(config, "reference")
@@ -229,6 +265,13 @@ def test_activations_match_autograd(config: LanguageConfig) -> None:
     for batch_size, length in [(2, 40), (8, 9)]:
         expected = sum(activation_bytes(config, batch_size, length).values())
         assert expected == kept_bytes(config, batch_size, length)
+
+
+@pytest.mark.parametrize("config", ROUTED, ids=difference)
+def test_activations_of_routed_layers_are_close_to_autograd(config: LanguageConfig) -> None:
+    for batch_size, length in [(2, 40), (8, 9)]:
+        expected = sum(activation_bytes(config, batch_size, length).values())
+        assert expected == pytest.approx(kept_bytes(config, batch_size, length), rel=0.02)
 
 
 def test_state_matches_adamw() -> None:

@@ -54,6 +54,20 @@ BAD_TOKENFORMER_OPTIONS = [
     ({"scale_tokens": {"o": [None, -2.0]}}, ["scale_tokens['o']", "-2.0", "above 0"]),
     ({"scale_tokens": {"o": [None, "2"]}}, ["scale_tokens['o']", "'2'", "above 0"]),
     ({"scale_tokens": {"o": [None, math.inf]}}, ["scale_tokens['o']", "inf", "finite"]),
+    ({"active_groups": 4}, ["active_groups=4", "dict", "q, k, v, o, ffn"]),
+    ({"active_groups": {"mlp": 4}}, ["active_groups", "'mlp'", "q, k, v, o, ffn"]),
+    ({"active_groups": {"ffn": 3}}, ["active_groups['ffn']=3", "at most 2", "of its 44 tokens"]),
+    ({"active_groups": {"ffn": 0}}, ["active_groups['ffn']=0", "at least 1"]),
+    ({"active_groups": {"ffn": 1.5}}, ["active_groups['ffn']=1.5", "whole number"]),
+    ({"active_groups": {"ffn": [1]}}, ["active_groups['ffn']=[1]", "one entry per layer, 2"]),
+    ({"group_size": 0}, ["group_size=0", "at least 1"]),
+    ({"router": "hash"}, ["router", "'hash'", "centroid, learned"]),
+    ({"theta_norm": "some"}, ["theta_norm", "'some'", "all, chosen"]),
+    (
+        {"theta": "softmax", "theta_norm": "all", "active_groups": {"ffn": 1}},
+        ["theta_norm='all'", "theta='softmax'", "must", "'chosen'"],
+    ),
+    ({"balance_rate": -0.1}, ["balance_rate=-0.1", "at least 0"]),
 ]
 COUNTS = [
     "vocab_size",
@@ -174,6 +188,8 @@ ROUND_TRIPS = [
     ),
     ("tokenformer", {"variant": "released", "positions": "none", "hidden_act": "gelu_tanh"}),
     ("tokenformer", {"theta": "softmax", "theta_eps": 1e-3, "tie_word_embeddings": False}),
+    ("tokenformer", {"active_groups": {"ffn": 2, "q": [None, 3]}, "group_size": 8}),
+    ("tokenformer", {"active_groups": {"ffn": 2}, "router": "learned", "theta_norm": "chosen"}),
     ("transformer", {"mlp": "swiglu", "intermediate_size": None, "norm": "rms_norm"}),
     (
         "transformer",

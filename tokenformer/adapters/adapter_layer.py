@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tokenformer.adapters.adapter_config import TokenAdapterConfig
 from tokenformer.layers.pattention import Pattention
 from tokenformer.layers.quantized import QuantizedPattention
+from tokenformer.layers.routed_pattention import RoutedPattention
 from tokenformer.layers.sharded import ShardedPattention
 from tokenformer.ops import pattention
 from tokenformer.ops.added_tokens import pattention_per_sample, pattention_with_added
@@ -58,6 +59,11 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
             raise ValueError(
                 f"{name} is sharded by tensor parallelism, which token adapters do not support; "
                 "load the model without it"
+            )
+        if isinstance(base_layer, RoutedPattention):
+            raise ValueError(
+                f"{name} routes its inputs to groups of tokens (config.active_groups), which token "
+                "adapters do not support; name dense layers in target_modules"
             )
         self.base_layer = base_layer
         self.name = name

@@ -195,6 +195,7 @@ def account(
     return {
         **shape(config),
         "parameters": with_total(accounting.count_parameters(config)),
+        "active_parameters": with_total(accounting.active_parameters(config)),
         "flops": flops(length),
         "flops_by_length": [flops(at) for at in lengths],
         "memory_bytes": {
@@ -217,6 +218,7 @@ def inspect_images(
     found: dict[str, Any] = {
         **shape(config),
         "parameters": with_total(accounting.count_parameters(config)),
+        "active_parameters": with_total(accounting.active_parameters(config)),
         "flops": {
             "images": 1,
             "forward": with_total(accounting.image_forward_flops(config)),
@@ -295,6 +297,9 @@ def show(report: dict[str, Any], families: list[str]) -> None:
 def parameter_table(models: list[dict[str, Any]], families: list[str]) -> "Table":
     table = new_table(["", *families])
     add_parts(table, [model["parameters"] for model in models], "{:,}".format)
+    active = [model["active_parameters"]["total"] for model in models]
+    if active != [model["parameters"]["total"] for model in models]:
+        table.add_row("active per token", *map("{:,}".format, active))
     return table
 
 

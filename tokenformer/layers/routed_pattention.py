@@ -7,7 +7,7 @@ y = layer(x)        # [..., 768] -> [..., 768]; a row visits 48 * 32 of the 1228
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tokenformer.layers.pattention import Pattention
 from tokenformer.layers.router import ROUTERS, CentroidRouter, LearnedRouter, Router

@@ -320,20 +320,21 @@ def _projection_bytes(config: LanguageConfig, part: str, rows: int) -> int:
                 sizes = Sizes(rows, config.hidden_size, tokens, width)
                 total += saved_bytes("direct", config.theta, sizes)
             else:
-                total += _routed_bytes(config, groups, rows)
+                total += _routed_bytes(config, groups, config.groups(name, layer), rows)
     return total
 
 
-def _routed_bytes(config: TokenformerConfig, groups: int, rows: int) -> int:
+def _routed_bytes(config: TokenformerConfig, active: int, groups: int, rows: int) -> int:
     """Bytes a routed projection saves besides its input: the scores of the active groups, their
     indices and the statistics of theta; for the norm over all tokens the norm, whether it is zero,
-    and the factor of the Gram matrix; for a learned router the normalized input and the gates."""
+    and the factor of the Gram matrix; for a learned router the normalized input, the scores of all
+    groups and the gates."""
     d = config.hidden_size
-    floats = rows * (groups * config.group_size + 2) + 1
-    others = INDEX_BYTES * rows * groups
+    floats = rows * (active * config.group_size + 2) + 1
+    others = INDEX_BYTES * rows * active
     if config.theta_norm == "all":
         floats += 2 * rows + (d * d if rows >= d else 0)
         others += rows
     if config.router == "learned":
-        floats += rows * (d + 1 + 2 * groups)
+        floats += rows * (d + 1 + groups + 2 * active)
     return FLOAT_BYTES * floats + others

@@ -209,7 +209,7 @@ class TokenConfig(BlockConfig):
         if self.is_routed and self.theta_norm == "all" and self.theta != "l2_gelu":
             raise ValueError(
                 f"theta_norm='all' with theta={self.theta!r} would need the scores of all tokens; "
-                "use theta_norm='chosen'"
+                "it must be 'chosen'"
             )
 
     def _check_rates(self) -> None:

@@ -32,11 +32,20 @@ def check_not_quantized(config: Any) -> None:
         raise ValueError("the model is quantized; use the model it was quantized from")
 
 
+def check_not_routed(config: TokenConfig, verb: str) -> None:
+    if config.is_routed:
+        raise ValueError(
+            f"active_groups={config.active_groups}: only the tokens of a dense model {verb}; "
+            "these are routed in groups"
+        )
+
+
 def target_token_counts(
     config: TokenConfig, to: str | TokenConfig | None, tokens: Mapping[str, Tokens]
 ) -> TokenCounts:
     """Return the token counts of a preset or configuration, or of the given options."""
     check_not_quantized(config)
+    check_not_routed(config, "can grow")
     if (to is None) == (not tokens):
         raise ValueError(
             "give either a size to grow to, such as to='354m', or token counts (ffn_tokens=512)"

@@ -1,8 +1,8 @@
 """Initialize a model that was built on the meta device, where it takes no memory.
 
 The parameters of each module are initialized whole on the CPU, from a generator seeded by the run's
-seed and the module's name, and each rank keeps its shard. Buffers are the same on every rank. So no rank holds the whole model, and the
-weights are the same on any number of ranks and on any device.
+seed and the module's name, and each rank keeps its shard. So no rank holds the whole model, and the
+weights are the same on any number of ranks and on any device. Buffers are whole on every rank.
 """
 
 import copy
