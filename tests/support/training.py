@@ -121,7 +121,12 @@ def poison(run: Run, at: int) -> Any:
     return on_step
 
 
-def make_loop(*, rates: dict[str, float] | None = None, **run: object) -> Loop:
+def make_loop(
+    *,
+    rates: dict[str, float] | None = None,
+    model_options: dict[str, Any] | None = None,
+    **run: object,
+) -> Loop:
     torch.manual_seed(0)
     model = TokenformerForCausalLM(
         TokenformerConfig(
@@ -130,6 +135,7 @@ def make_loop(*, rates: dict[str, float] | None = None, **run: object) -> Loop:
             num_hidden_layers=2,
             num_attention_heads=2,
             rotary_fraction=0.5,
+            **(model_options or {}),
         )
     )
     return Loop(

@@ -33,6 +33,7 @@ from tokenformer.train.parallel.distribute import (
     sum_over_ranks,
 )
 from tokenformer.train.parallel.mesh import check_batch_size, make_mesh
+from tokenformer.train.router_balance import RouterBalance
 from tokenformer.train.row_rates import RowRates
 from tokenformer.train.scale_anneal import ScaleAnneal
 from tokenformer.train.schedule import rate_factor
@@ -84,6 +85,7 @@ class Loop:
         self.parameters = list(task.model.parameters())  # listing them takes as long as clipping
         self.optimizer = make_optimizer(task.model, optimizer)
         self.row_rates = RowRates(task.model)
+        self.balance = RouterBalance(task.model, self.ranks)
         self.anneal = None if anneal_steps is None else ScaleAnneal(task.model, anneal_steps)
         self.ema = WeightEMA(task.model, run.ema) if run.ema is not None else None
         self.compiled_module = torch.compile(self.module) if run.compile else self.module
@@ -158,6 +160,7 @@ class Loop:
             self.anneal(step - self.first_step)
         rate = self.rate(step)
         set_rate(self.optimizer, rate)
+        self.balance.start_step()
         nested = nullcontext() if self.nested is None else self.nested.active(self.task.model, step)
         with nested, explained_memory(self.micro_batch_size, self.device):
             loss, norm = self.compute_gradients()
@@ -170,6 +173,7 @@ class Loop:
             with self.row_rates.scale_update():
                 self.scaler.step(self.optimizer)
             self.scaler.update()
+            row |= self.balance.finish_step()
             self.progress.step = step
             if self.ema is not None:
                 self.ema.update(step)

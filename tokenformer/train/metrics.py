@@ -14,8 +14,9 @@ if TYPE_CHECKING:  # commands read metrics before they import torch
     from tokenformer.train.parallel.ranks import Ranks
 
 Row = dict[str, Any]
-"""step, tokens (images for an image task), flops, seconds, loss, lr, gradient_norm; val_loss and
-the task's metrics after a validation; `problem` if the step was not taken."""
+"""step, tokens (images for an image task), flops, seconds, loss, lr, gradient_norm; dead_groups and
+peak_load of routed tokens; val_loss and the task's metrics after a validation; `problem` if the
+step was not taken."""
 
 
 @contextmanager

@@ -70,12 +70,13 @@ def token_factors(model: nn.Module, options: OptimizerOptions) -> dict[str, floa
 
     AdamW moves every number by about the rate. All values of a layer with n tokens move its output
     together, by n times the rate; its keys move it in random directions, by sqrt(n) times the rate.
+    Of a routed layer, n is the number of tokens that a row attends to.
     """
     if options.rate_law == "none":
         return {}
     factors: dict[str, float] = {}
     for prefix, layer in pattention_layers(model):
-        ratio = options.reference_tokens / layer.num_tokens
+        ratio = options.reference_tokens / layer.tokens_per_row
         factors |= {f"{prefix}value_tokens": ratio, f"{prefix}key_tokens": math.sqrt(ratio)}
     return factors
 
