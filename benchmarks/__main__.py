@@ -19,6 +19,7 @@ from benchmarks.results import results_path
 BENCHMARKS = (
     "operator",
     "narrow",
+    "sparse",
     "training",
     "decode",
     "growth",

@@ -20,6 +20,7 @@ MODEL = "--width 64 --layers 1 --vocab 96"
 TINY = {
     "operator": "--shapes 8x16x24 8x16x48 12x16x24",
     "narrow": "--cases text --width 16 --square 64",
+    "sparse": "--rows 40 --width 16 --active 16 --group_size 8 --factors 1 2",
     "training": f"{MODEL} --tokens 16 --lengths 8 16 --ffn_tokens 24 --square 64",
     "decode": f"{MODEL} --sizes 27m --tokens 3 --contexts 4 --batches 1 2 --ffn_tokens 24",
     "growth": "--from tiny --to tiny-grown",
@@ -32,6 +33,7 @@ TINY = {
 NAMES = {
     "operator": {"released", "mlp", "reference", "direct", "streamed"},
     "narrow": {"tokenformer", "released", "Transformer", "GPT", "nanoGPT"},
+    "sparse": {"centroid, all", "centroid, chosen", "learned, chosen"},
     "training": {"auto", "released", "GPT-NeoX", "TransformerEncoder"},
     "decode": {"auto", "bf16", "int8", "int4", "released", "GPT-NeoX"},
     "growth": {"on disk", "in memory", "Net2Net"},
