@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tokenformer.growth.tokens.merge import merge
     from tokenformer.growth.tokens.prefix import set_active_share, take_prefix
     from tokenformer.growth.tokens.prune import prune
+    from tokenformer.growth.tokens.sparsify import sparsify
     from tokenformer.layers import (
         Pattention,
         TokenformerDecoderLayer,
@@ -71,6 +72,7 @@ _MODULES = {
     "grow": "tokenformer.growth.grow",
     "grow_optimizer": "tokenformer.growth.grown_optimizer",
     "prune": "tokenformer.growth.tokens.prune",
+    "sparsify": "tokenformer.growth.tokens.sparsify",
     "merge": "tokenformer.growth.tokens.merge",
     "take_prefix": "tokenformer.growth.tokens.prefix",
     "set_active_share": "tokenformer.growth.tokens.prefix",
@@ -100,6 +102,7 @@ __all__ = [
     "pattention",
     "prune",
     "set_active_share",
+    "sparsify",
     "take_prefix",
 ]
 

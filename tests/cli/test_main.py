@@ -90,6 +90,8 @@ def test_without_a_command_the_help_is_printed(capsys):
         "grow runs/text --to runs/txt --out new",
         "prune runs/txt --out new",
         "prune runs/text --data absent --out new",
+        "sparsify runs/txt --data runs --out new",
+        "sparsify runs/text --data absent --out new",
         "merge runs/txt runs/text --out new",
         "merge runs/text runs/txt --out new",
     ],

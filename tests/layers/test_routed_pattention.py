@@ -22,9 +22,8 @@ routers = pytest.mark.parametrize("router", ROUTERS)
 
 def make_layer(active_groups: int = 3, **options: object) -> RoutedPattention:
     torch.manual_seed(0)
-    return RoutedPattention(
-        6, 4, 30, **{"group_size": 4, **options, "active_groups": active_groups}
-    )
+    defaults: dict[str, object] = {"group_size": 4, "router": "centroid"}
+    return RoutedPattention(6, 4, 30, **{**defaults, **options, "active_groups": active_groups})
 
 
 @routers
@@ -83,6 +82,16 @@ def test_no_active_groups():
     out.sum().backward()
     assert (out == 0).all()
     assert (x.grad == 0).all()
+
+
+def test_a_bias_is_added_to_the_output():
+    plain, layer = make_layer(2), make_layer(2, bias=True)
+    layer.load_state_dict(plain.state_dict(), strict=False)
+    x = torch.randn(5, 6)
+    torch.testing.assert_close(layer(x), plain(x))
+    with torch.no_grad():
+        layer.bias.copy_(torch.arange(4.0))
+    torch.testing.assert_close(layer(x), plain(x) + torch.arange(4.0))
 
 
 def test_ties_choose_as_many_groups():
@@ -232,7 +241,14 @@ def test_evaluation_sees_changed_keys(change):
             x, keys = x.double(), layer.key_tokens.detach()
         after = layer(x)
         fresh = RoutedPattention(
-            6, 4, 30, group_size=4, active_groups=2, dtype=keys.dtype, backend="reference"
+            6,
+            4,
+            30,
+            group_size=4,
+            active_groups=2,
+            router="centroid",
+            dtype=keys.dtype,
+            backend="reference",
         )
         fresh.load_state_dict({**layer.state_dict(), "key_tokens": keys})
         torch.testing.assert_close(after, fresh(x))

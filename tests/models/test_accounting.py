@@ -56,10 +56,11 @@ TOKENFORMER_OPTIONS: list[dict[str, Any]] = [
     {"theta": "l1_gelu"},
 ]
 ROUTED_OPTIONS: list[dict[str, Any]] = [
-    {"active_groups": {"ffn": 3}, "group_size": 8},
+    {"active_groups": {"ffn": 3}, "group_size": 8, "router": "centroid"},
     {"active_groups": {"ffn": [2, None], "q": 3, "o": 1}, "group_size": 7, "router": "learned"},
     {"active_groups": {"ffn": 3, "k": 1}, "num_key_value_heads": 2, "theta_norm": "chosen"},
     {"active_groups": {"ffn": 3}, "theta": "gelu_l2", "router": "learned"},
+    {"active_groups": {"ffn": 3, "v": 1}, "routed_bias": True, "num_key_value_heads": 2},
 ]
 TRANSFORMER_OPTIONS: list[dict[str, Any]] = [
     {"intermediate_size": 50},
@@ -195,6 +196,7 @@ def test_flops_of_routed_layers_are_those_of_the_visited_tokens() -> None:
 def test_active_parameters() -> None:
     config = TokenformerConfig(**SMALL, ffn_tokens=[100, 70], active_groups={"ffn": [2, 3]})
     total, active = count_parameters(config), active_parameters(config)
+    assert total["routers"] == active["routers"] == 32 * (4 + 3)
     assert active["ffn"] == 2 * 32 * (64 + 70), "the last group of 32 is smaller"
     assert {**active, "ffn": total["ffn"]} == total
     assert active_parameters(CONFIGS[0]) == count_parameters(CONFIGS[0])

@@ -14,12 +14,12 @@ from tokenformer.layers import Pattention, RoutedPattention
 from tokenformer.layers.router import routers
 
 Make = Callable[..., Any]
-ROUTED = {"active_groups": {"ffn": 3, "o": [None, 2]}, "group_size": 8}
+ROUTED = {"active_groups": {"ffn": 3, "o": [None, 2]}, "group_size": 8, "router": "centroid"}
 kinds = pytest.mark.parametrize("router", ["centroid", "learned"])
 
 
 def test_the_layers_named_in_the_configuration_are_routed(make_model: Make) -> None:
-    model = make_model("tokenformer", **ROUTED, router="learned", balance_rate=0.02)
+    model = make_model("tokenformer", **{**ROUTED, "router": "learned"}, balance_rate=0.02)
     first, second = model.model.layers
     assert type(first.attention.o) is Pattention
     assert type(first.attention.q) is Pattention
@@ -44,7 +44,7 @@ def test_all_groups_are_the_dense_model(make_model: Make) -> None:
 
 @kinds
 def test_save_and_load(make_model: Make, tmp_path: Path, router: str) -> None:
-    model = make_model("tokenformer", **ROUTED, router=router).eval()
+    model = make_model("tokenformer", **{**ROUTED, "router": router}).eval()
     for one in routers(model):
         one.bias.normal_()
     model.save_pretrained(tmp_path)
@@ -61,7 +61,7 @@ def test_a_dense_checkpoint_gets_new_routers(
 ) -> None:
     """As transformers loads any model whose configuration has more weights than the file."""
     make_model("tokenformer").save_pretrained(tmp_path)
-    config = make_config("tokenformer", **ROUTED, router=router)
+    config = make_config("tokenformer", **{**ROUTED, "router": router})
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
     assert all((one.bias == 0).all() for one in routers(loaded))
     weights = [one.weight for one in routers(loaded) if router == "learned"]
@@ -83,7 +83,7 @@ def test_generation_with_a_cache_equals_one_pass(make_model: Make) -> None:
 def test_gradients_with_checkpointing_and_autocast(
     make_model: Make, router: str, checkpointing: bool
 ) -> None:
-    model = make_model("tokenformer", **ROUTED, router=router)
+    model = make_model("tokenformer", **{**ROUTED, "router": router})
     ids = torch.arange(60).reshape(2, 30)
     with torch.autocast("cpu", torch.bfloat16):
         model(ids, labels=ids).loss.backward()

@@ -23,7 +23,12 @@ from tokenformer.layers.router import routers
 from tokenformer.train.loop import train
 from tokenformer.train.metrics import read_metrics
 
-ROUTED = {"active_groups": {"ffn": 4, "q": 2}, "group_size": 8, "balance_rate": 0.03}
+ROUTED = {
+    "active_groups": {"ffn": 4, "q": 2},
+    "group_size": 8,
+    "balance_rate": 0.03,
+    "router": "centroid",
+}
 LEARNED = {**ROUTED, "router": "learned", "theta_norm": "chosen"}
 
 
@@ -100,8 +105,8 @@ def routed_recipe(recipe: Path) -> Callable[..., Path]:
 
 
 def test_checkpoints_hold_the_biases(corpus, tmp_path, monkeypatch):
-    monkeypatch.setitem(MODEL, "active_groups", ROUTED["active_groups"])
-    monkeypatch.setitem(MODEL, "group_size", 8)
+    for name, value in LEARNED.items():
+        monkeypatch.setitem(MODEL, name, value)
     reports: list[str] = []
     whole = make_run(corpus, tmp_path / "whole", reports, steps=12)
     whole.train(lambda row: None)

@@ -30,6 +30,7 @@ COMMANDS = {
     "prepare": "tokenformer.cli.prepare:prepare",
     "prune": "tokenformer.cli.prune:prune_model",
     "serve": "tokenformer.cli.serve:serve",
+    "sparsify": "tokenformer.cli.sparsify:sparsify_model",
     "train": "tokenformer.cli.train:train",
 }
 USAGE = {
@@ -44,6 +45,7 @@ USAGE = {
     "prepare": "CORPUS --out FOLDER",
     "prune": "MODEL --data DATA --keep SHARE --out FOLDER",
     "serve": "MODEL",
+    "sparsify": "MODEL --active SHARE --data DATA --out FOLDER",
     "train": "RECIPE [--out FOLDER]",
 }
 BROKEN_PIPE = 141

@@ -17,6 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tokenformer.growth.growth_report import ChangedPart, GrowthReport, format_shape, group_alike
 from tokenformer.growth.parameter_mapping import ParameterMapping
+from tokenformer.growth.sparsity_report import SparsityReport
 from tokenformer.growth.tokens.token_counts import target_token_counts
 from tokenformer.growth.tokens.token_growth import TokenGrowth
 from tokenformer.growth.transformer.methods import grow_transformer
@@ -31,6 +32,7 @@ from tokenformer.models.weight_files import StoredTensor, read_headers, weight_f
 from tokenformer.models.weight_writer import WeightWriter
 
 REPORT = "growth.json"
+SPARSITY_REPORT = "sparsity.json"
 MAX_CARD_PARTS = 12
 COMPANION_FILES = (
     "generation_config.json",
@@ -194,11 +196,30 @@ def save_model_folder(
 
 def save_companions(config: BlockConfig, report: GrowthReport, source: Path, out: Path) -> None:
     """Add the report, companion files and card to a saved model that came from folder `source`."""
+    copy_companions(source, out)
+    report.save(out / REPORT)
+    write_card(out, config, [*read_history(source), history_line(report.asdict())])
+
+
+def copy_companions(source: Path, out: Path) -> None:
     for name in COMPANION_FILES:
         if (source / name).exists():
             shutil.copyfile(source / name, out / name)
-    report.save(out / REPORT)
-    write_card(out, config, [*read_history(source), history_line(report.asdict())])
+
+
+def save_sparse_folder(
+    model: PreTrainedModel, report: SparsityReport, source: Path, out: Path
+) -> None:
+    """Save a sparsified model that came from folder `source`: weights, report, companion files and
+    card."""
+    model.save_pretrained(out)
+    copy_companions(source, out)
+    report.save(out / SPARSITY_REPORT)
+    line = (
+        f"Made sparse: {report.active_parameters:,} of {report.parameters:,} parameters active per "
+        f"token, groups of {report.group_size} tokens"
+    )
+    write_card(out, model.config, [*read_history(source), line])
 
 
 def history_line(report: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ y = layer(x)        # [..., 768] -> [..., 768]; a row visits 48 * 32 of the 1228
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tokenformer.layers.pattention import Pattention
 from tokenformer.layers.router import ROUTERS, CentroidRouter, LearnedRouter, Router
@@ -29,18 +29,21 @@ class RoutedPattention(Pattention):
     Args:
         group_size: tokens per group; groups are consecutive tokens, the last one may be smaller.
         active_groups: groups that each row attends to.
-        router: `centroid` scores a group by its mean key and has no parameters; `learned` by a
-            linear layer.
+        router: `learned` scores the groups by a linear layer; `centroid` by their mean keys and has
+            no parameters.
         norm: `all`, theta's norm over the scores of all tokens, for theta `l2_gelu` only; or
             `chosen`, over those of the chosen groups. With `chosen` the scale is the share of the
             tokens that are active times `scale_tokens`.
         balance_rate: how far a router's bias moves per optimizer step to balance the load;
             0 turns balancing off. See `balance_routers`.
+        bias: whether to add a learned vector to the output, in place of the mean of the tokens that
+            are skipped.
 
     The other arguments are those of `Pattention`.
     """
 
     router: Router
+    bias: nn.Parameter | None  # [out_features]
 
     def __init__(
         self,
@@ -50,9 +53,10 @@ class RoutedPattention(Pattention):
         *,
         group_size: int = 32,
         active_groups: int,
-        router: str = "centroid",
+        router: str = "learned",
         norm: str = "all",
         balance_rate: float = 0.01,
+        bias: bool = False,
         theta: str = "l2_gelu",
         scale_tokens: float | Tensor | None = None,
         approximate: str = "none",
@@ -86,6 +90,7 @@ class RoutedPattention(Pattention):
                 self.num_groups, in_features, balance_rate=balance_rate, device=device, dtype=dtype
             )
         )
+        self.bias = nn.Parameter(torch.zeros_like(self.value_tokens[0])) if bias else None
         self._summary: tuple[object, KeySummary] | None = None
 
     @property
@@ -125,7 +130,7 @@ class RoutedPattention(Pattention):
         scale = self.scale_tokens
         if self.norm == "chosen":
             scale = scale * (self.tokens_per_row / self.num_tokens)  # exactly 1 if all are active
-        return routed_pattention(
+        out = routed_pattention(
             x,
             self.key_tokens,
             self.value_tokens,
@@ -140,6 +145,7 @@ class RoutedPattention(Pattention):
             gram_root=summary.gram_root,
             backend=self.backend,
         )
+        return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def key_summary(self) -> KeySummary:
         """Return the summary of the keys. In evaluation mode it is kept until they change."""

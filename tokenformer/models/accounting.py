@@ -47,7 +47,7 @@ def count_parameters(config: LanguageConfig | VisionConfig) -> dict[str, int]:
         "embedding": ends["embedding"],
         "positions": ends["positions"],
         **_projection_parameters(config),
-        "routers": _router_parameters(config),
+        "routers": _router_parameters(config) + _routed_biases(config),
         "scales": len(PROJECTIONS) * config.num_hidden_layers if learned_scales else 0,
         "norms": d
         * (
@@ -239,6 +239,14 @@ def _router_parameters(config: BlockConfig) -> int:
     if not isinstance(config, TokenConfig) or config.router != "learned":
         return 0
     return config.hidden_size * sum(sum(_routed_groups(config, p)) for p in PROJECTIONS)
+
+
+def _routed_biases(config: BlockConfig) -> int:
+    if not isinstance(config, TokenConfig) or not config.routed_bias:
+        return 0
+    widths = dict.fromkeys(PROJECTIONS, config.hidden_size)
+    widths |= dict.fromkeys("kv", config.key_value_size)
+    return sum(widths[name] * len(_routed_groups(config, name)) for name in PROJECTIONS)
 
 
 def _routing_weights(config: BlockConfig) -> dict[str, int]:

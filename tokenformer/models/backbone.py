@@ -116,6 +116,8 @@ class BlockPreTrainedModel(PreTrainedModel):
             key_std, value_std = self.token_stds(module)
             init.normal_(module.key_tokens, std=key_std)
             init.normal_(module.value_tokens, std=value_std)
+            if isinstance(module, RoutedPattention) and module.bias is not None:
+                init.zeros_(module.bias)
             if isinstance(module.scale_tokens, nn.Parameter):
                 init.constant_(module.scale_tokens, module.initial_scale)
         elif isinstance(module, Router):
@@ -224,6 +226,7 @@ def tokenformer_projections(config: TokenConfig, layer: int) -> list[nn.Module]:
                 router=config.router,
                 norm=config.theta_norm,
                 balance_rate=config.balance_rate,
+                bias=config.routed_bias,
                 **options,
             )
         )

@@ -31,6 +31,7 @@ CHOICES: dict[str, tuple[str | bool, ...]] = {
     "theta": ("l2_gelu", "gelu_l2", "l1_gelu", "softmax"),
     "router": ("centroid", "learned"),
     "theta_norm": ("all", "chosen"),
+    "routed_bias": (True, False),
     "mlp": ("gelu", "swiglu"),
     "pooling": ("class", "mean"),
     "learned_scale": (True, False),

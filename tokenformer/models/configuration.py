@@ -56,11 +56,13 @@ class TokenConfig(BlockConfig):
             others are skipped: `{"q" | "k" | "v" | "o" | "ffn": an int, or an int or null per
             layer}`. Projections that are not named, and layers with null, are dense.
         group_size: tokens per group.
-        router: how groups are chosen: `centroid`, by their mean keys, or `learned`, by a linear
-            layer.
+        router: how groups are chosen: `learned`, by a linear layer, or `centroid`, by their mean
+            keys.
         theta_norm: the scores in the norm of a routed projection: `all`, the default for theta
             `l2_gelu` and possible only there, or `chosen`, those of the chosen groups.
         balance_rate: how far the bias of a router moves per optimizer step to balance the load.
+        routed_bias: whether routed projections add a learned vector, in place of the mean of the
+            tokens that they skip.
     """
 
     # Read by transformers: how `from_pretrained(..., tp_plan="auto")` shards the layers.
@@ -82,9 +84,10 @@ class TokenConfig(BlockConfig):
     theta_eps: float = INFERRED
     active_groups: dict[str, Any] | None = None
     group_size: int = 32
-    router: str = "centroid"
+    router: str = "learned"
     theta_norm: str = INFERRED
     balance_rate: float = 0.01
+    routed_bias: bool = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         # transformers sets this before it applies a quantizer, from an argument or config.json.
