@@ -50,6 +50,14 @@ def test_a_sparse_model_with_tokenizer_report_and_card(home: Path, capsys: Any) 
     main(["generate", "sparse", "--prompt", "The", "--max_new_tokens", "4"])
 
 
+def test_thresholds(home: Path, capsys: Any) -> None:
+    main([*SPARSIFY, "--method", "threshold"])
+    model = AutoModelForCausalLM.from_pretrained(home / "sparse")
+    assert all(value > 0 for value in model.config.thresholds["ffn"])
+    assert model.config.active_groups is None
+    assert "Made sparse by threshold" in (home / "sparse" / "README.md").read_text()
+
+
 def test_json_and_other_projections(home: Path, capsys: Any) -> None:
     main([*SPARSIFY, "--projections", "ffn", "o", "--json"])
     report = json.loads(capsys.readouterr().out)

@@ -67,6 +67,13 @@ BAD_TOKENFORMER_OPTIONS = [
         {"theta": "softmax", "theta_norm": "all", "active_groups": {"ffn": 1}},
         ["theta_norm='all'", "theta='softmax'", "must", "'chosen'"],
     ),
+    ({"thresholds": {"mlp": [0.1, 0.1]}}, ["thresholds", "'mlp'", "q, k, v, o, ffn"]),
+    ({"thresholds": {"ffn": [0.1]}}, ["thresholds['ffn']=[0.1]", "one entry per layer, 2"]),
+    ({"thresholds": {"ffn": [None, -1.0]}}, ["thresholds['ffn']=-1.0", "at least 0"]),
+    (
+        {"thresholds": {"ffn": [None, 0.1]}, "active_groups": {"ffn": 1}},
+        ["ffn of layer 1", "active_groups", "thresholds", "one of them"],
+    ),
     ({"balance_rate": -0.1}, ["balance_rate=-0.1", "at least 0"]),
 ]
 COUNTS = [
@@ -189,6 +196,7 @@ ROUND_TRIPS = [
     ("tokenformer", {"variant": "released", "positions": "none", "hidden_act": "gelu_tanh"}),
     ("tokenformer", {"theta": "softmax", "theta_eps": 1e-3, "tie_word_embeddings": False}),
     ("tokenformer", {"active_groups": {"ffn": 2, "q": [None, 3]}, "group_size": 8}),
+    ("tokenformer", {"thresholds": {"ffn": [0.1, None], "o": [0.0, 2]}}),
     ("tokenformer", {"active_groups": {"ffn": 2}, "router": "learned", "theta_norm": "chosen"}),
     ("transformer", {"mlp": "swiglu", "intermediate_size": None, "norm": "rms_norm"}),
     (

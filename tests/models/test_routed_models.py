@@ -151,7 +151,7 @@ def test_what_does_not_know_routing_refuses_it(make_model: Make) -> None:
 
 def test_quantization_refuses_it(make_model: Make, tmp_path: Path) -> None:
     make_model("tokenformer", **ROUTED).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"routed tokens .* cannot be quantized"):
+    with pytest.raises(ValueError, match=r"sparse tokens .* cannot be quantized"):
         AutoModelForCausalLM.from_pretrained(
             tmp_path, quantization_config=tokenformer.TokenQuantization()
         )
@@ -160,7 +160,7 @@ def test_quantization_refuses_it(make_model: Make, tmp_path: Path) -> None:
 def test_adapters_refuse_it(make_model: Make) -> None:
     peft = pytest.importorskip("peft")
     model = make_model("tokenformer", **ROUTED)
-    with pytest.raises(ValueError, match="routes its inputs to groups of tokens"):
+    with pytest.raises(ValueError, match="ffn is sparse"):
         peft.get_peft_model(model, tokenformer.TokenAdapterConfig(target_modules=["ffn"]))
     adapted = peft.get_peft_model(model, tokenformer.TokenAdapterConfig(target_modules=["q"]))
     assert adapted(torch.arange(20)[None]).logits.isfinite().all()

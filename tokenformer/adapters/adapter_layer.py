@@ -22,6 +22,7 @@ from tokenformer.layers.pattention import Pattention
 from tokenformer.layers.quantized import QuantizedPattention
 from tokenformer.layers.routed_pattention import RoutedPattention
 from tokenformer.layers.sharded import ShardedPattention
+from tokenformer.layers.thresholded_pattention import ThresholdedPattention
 from tokenformer.ops import pattention
 from tokenformer.ops.added_tokens import pattention_per_sample, pattention_with_added
 from tokenformer.ops.theta import ThetaOptions
@@ -60,10 +61,10 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
                 f"{name} is sharded by tensor parallelism, which token adapters do not support; "
                 "load the model without it"
             )
-        if isinstance(base_layer, RoutedPattention):
+        if isinstance(base_layer, RoutedPattention | ThresholdedPattention):
             raise ValueError(
-                f"{name} routes its inputs to groups of tokens (config.active_groups), which token "
-                "adapters do not support; name dense layers in target_modules"
+                f"{name} is sparse (config.active_groups, config.thresholds), which token adapters "
+                "do not support; name dense layers in target_modules"
             )
         self.base_layer = base_layer
         self.name = name

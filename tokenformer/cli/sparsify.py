@@ -20,6 +20,7 @@ def sparsify_model(
     data: Path | None = None,
     out: Path | None = None,
     group_size: int = 32,
+    method: str = "routing",
     projections: tuple[str, ...] = ("ffn",),
     distill: int = 0,
     distill_rate: float = 1e-4,
@@ -40,6 +41,8 @@ def sparsify_model(
         out: New folder for the sparse model, its tokenizer or image processor, and the report,
             sparsity.json. Required.
         group_size: Tokens per group.
+        method: routing, or threshold: skip every token that adds little to an output, without
+            groups and routers.
         projections: Projections to make sparse: any of q, k, v, o, ffn.
         distill: Steps to then train the sparse model to match the dense one, on the same data.
         distill_rate: Peak learning rate of these steps.
@@ -100,6 +103,7 @@ def sparsify_model(
                 batches,
                 active,
                 group_size,
+                method=method,
                 projections=projections,
                 held_out=held_out,
                 distill_steps=distill,

@@ -215,10 +215,13 @@ def save_sparse_folder(
     model.save_pretrained(out)
     copy_companions(source, out)
     report.save(out / SPARSITY_REPORT)
-    line = (
-        f"Made sparse: {report.active_parameters:,} of {report.parameters:,} parameters active per "
-        f"token, groups of {report.group_size} tokens"
+    how = (
+        f"{report.active_parameters:,} of {report.parameters:,} parameters active per token, "
+        f"groups of {report.group_size} tokens"
+        if report.method == "routing"
+        else "thresholds on what a token adds to an output"
     )
+    line = f"Made sparse by {report.method}: {how}"
     write_card(out, model.config, [*read_history(source), line])
 
 

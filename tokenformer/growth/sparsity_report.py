@@ -19,6 +19,7 @@ class SparseLayer:
     tokens: int
     groups: int
     active_groups: int
+    """Of the groups, those that a row visits; with thresholds the mean number of tokens."""
     error: float
     """Root mean square of the change of the output, relative to that of the output."""
     oracle_error: float
@@ -27,6 +28,7 @@ class SparseLayer:
 
 @dataclass
 class SparsityReport:
+    method: str
     layers: list[SparseLayer]
     group_size: int
     parameters: int

@@ -10,6 +10,7 @@ from tokenformer.layers.patches import PatchEmbedding
 from tokenformer.layers.pattention import Pattention
 from tokenformer.layers.positions import LearnedPositions, NoPositions, RotaryPositions
 from tokenformer.layers.routed_pattention import RoutedPattention
+from tokenformer.layers.thresholded_pattention import ThresholdedPattention
 from tokenformer.layers.transformer_layers import TokenformerDecoderLayer, TokenformerEncoderLayer
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "RoutedPattention",
     "SequentialBlock",
     "SwiGLU",
+    "ThresholdedPattention",
     "TokenformerDecoderLayer",
     "TokenformerEncoderLayer",
 ]

@@ -25,6 +25,7 @@ from tokenformer.layers import (
     RoutedPattention,
     SequentialBlock,
     SwiGLU,
+    ThresholdedPattention,
 )
 from tokenformer.layers.norm import NORMS
 from tokenformer.layers.router import LearnedRouter, Router
@@ -216,10 +217,10 @@ def tokenformer_projections(config: TokenConfig, layer: int) -> list[nn.Module]:
             "approximate": config.approximate,
             "eps": config.theta_eps,
         }
-        layer_tokens = (
-            Pattention(*sizes, **options)
-            if active_groups is None
-            else RoutedPattention(
+        threshold = config.threshold(name, layer)
+        layer_tokens: Pattention
+        if active_groups is not None:
+            layer_tokens = RoutedPattention(
                 *sizes,
                 group_size=config.group_size,
                 active_groups=active_groups,
@@ -229,7 +230,10 @@ def tokenformer_projections(config: TokenConfig, layer: int) -> list[nn.Module]:
                 bias=config.routed_bias,
                 **options,
             )
-        )
+        elif threshold is not None:
+            layer_tokens = ThresholdedPattention(*sizes, threshold=threshold, **options)
+        else:
+            layer_tokens = Pattention(*sizes, **options)
         layer_tokens.initial_scale = scale  # `_init_weights` may see an empty parameter
         return layer_tokens
 

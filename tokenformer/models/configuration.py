@@ -63,6 +63,8 @@ class TokenConfig(BlockConfig):
         balance_rate: how far the bias of a router moves per optimizer step to balance the load.
         routed_bias: whether routed projections add a learned vector, in place of the mean of the
             tokens that they skip.
+        thresholds: a token that would add less than this to the output of a row is skipped:
+            `{"q" | "k" | "v" | "o" | "ffn": [a float or null per layer]}`. For dense projections.
     """
 
     # Read by transformers: how `from_pretrained(..., tp_plan="auto")` shards the layers.
@@ -88,6 +90,7 @@ class TokenConfig(BlockConfig):
     theta_norm: str = INFERRED
     balance_rate: float = 0.01
     routed_bias: bool = False
+    thresholds: dict[str, list[float | None]] | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         # transformers sets this before it applies a quantizer, from an argument or config.json.
@@ -123,14 +126,23 @@ class TokenConfig(BlockConfig):
         """Groups of the tokens of `projection` in `layer`."""
         return -(-self.tokens(projection, layer) // self.group_size)
 
+    def threshold(self, projection: str, layer: int) -> float | None:
+        """What a token of `projection` in `layer` must add to the output; None for any amount."""
+        thresholds = (self.thresholds or {}).get(projection)
+        return thresholds[layer] if thresholds else None
+
     @property
     def is_routed(self) -> bool:
         """Whether any projection is routed."""
-        return any(
-            self.active(projection, layer) is not None
-            for projection in PROJECTIONS
-            for layer in range(self.num_hidden_layers)
-        )
+        return any(self.active(*place) is not None for place in self._places())
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether any projection is routed or has a threshold."""
+        return self.is_routed or any(self.threshold(*place) is not None for place in self._places())
+
+    def _places(self) -> list[tuple[str, int]]:
+        return [(name, layer) for name in PROJECTIONS for layer in range(self.num_hidden_layers)]
 
     def _token_option(self, projection: str) -> Tokens:
         if projection in ("o", "ffn"):
@@ -163,39 +175,45 @@ class TokenConfig(BlockConfig):
             for count in value if isinstance(value, list | tuple) else [value]:
                 check_count(name, count)
         check_number("theta_eps", self.theta_eps)
-        if not isinstance(self.scale_tokens, dict | None):
-            raise ValueError(
-                f"scale_tokens={self.scale_tokens!r} must be None or a dict with the keys "
-                f"{', '.join(PROJECTIONS)}"
-            )
-        for projection, scales in (self.scale_tokens or {}).items():
-            if projection not in PROJECTIONS:
-                raise ValueError(
-                    f"scale_tokens has the unknown key {projection!r}; "
-                    f"choose from {', '.join(PROJECTIONS)}"
-                )
-            name = f"scale_tokens[{projection!r}]"
-            self._check_length(name, scales)
-            for scale in scales:
-                if scale is not None:
-                    check_number(name, scale, positive=True)
+        self._check_numbers("scale_tokens", positive=True)
         self._check_rates()
         self._check_groups()
+        self._check_numbers("thresholds", positive=False)
+        for place in self._places():
+            if self.active(*place) is not None and self.threshold(*place) is not None:
+                raise ValueError(
+                    f"{place[0]} of layer {place[1]} is in active_groups and in thresholds; "
+                    "it must be in one of them"
+                )
+
+    def _check_numbers(self, option: str, *, positive: bool) -> None:
+        """Check an option with a number or null per layer, by projection."""
+        self._check_projections(option)
+        for projection, numbers in (getattr(self, option) or {}).items():
+            name = f"{option}[{projection!r}]"
+            self._check_length(name, numbers)
+            for number in numbers:
+                if number is not None:
+                    check_number(name, number, positive=positive)
+
+    def _check_projections(self, option: str) -> None:
+        value = getattr(self, option)
+        if not isinstance(value, dict | None):
+            raise ValueError(
+                f"{option}={value!r} must be None or a dict with the keys {', '.join(PROJECTIONS)}"
+            )
+        for projection in value or {}:
+            if projection not in PROJECTIONS:
+                raise ValueError(
+                    f"{option} has the unknown key {projection!r}; "
+                    f"choose from {', '.join(PROJECTIONS)}"
+                )
 
     def _check_groups(self) -> None:
         check_count("group_size", self.group_size)
         check_number("balance_rate", self.balance_rate)
-        if not isinstance(self.active_groups, dict | None):
-            raise ValueError(
-                f"active_groups={self.active_groups!r} must be None or a dict with the keys "
-                f"{', '.join(PROJECTIONS)}"
-            )
+        self._check_projections("active_groups")
         for projection, counts in (self.active_groups or {}).items():
-            if projection not in PROJECTIONS:
-                raise ValueError(
-                    f"active_groups has the unknown key {projection!r}; "
-                    f"choose from {', '.join(PROJECTIONS)}"
-                )
             name = f"active_groups[{projection!r}]"
             if isinstance(counts, list | tuple):
                 self._check_length(name, counts)

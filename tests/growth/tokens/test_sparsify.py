@@ -14,7 +14,7 @@ from tokenformer.growth.tokens.sparse_distillation import divergence, mean_losse
 from tokenformer.growth.tokens.sparsify import fit_router
 from tokenformer.growth.tokens.token_clusters import assign, balanced_clusters
 from tokenformer.growth.tokens.token_usage import observe_inputs
-from tokenformer.layers import RoutedPattention
+from tokenformer.layers import RoutedPattention, ThresholdedPattention
 from tokenformer.layers.router import Router
 from tokenformer.ops import THETAS
 
@@ -144,6 +144,47 @@ def test_all_projections_and_the_saved_model(
     assert json.loads((tmp_path / "sparsity.json").read_text()) == report.asdict()
 
 
+@pytest.mark.parametrize("active", [0.5, 0.25])
+def test_thresholds_leave_the_wanted_share(
+    text_model: Any, train_batches: Any, held_out: Tensor, tmp_path: Any, active: float
+) -> None:
+    model = text_model()
+    sparse, report = tokenformer.sparsify(
+        model, train_batches, active, method="threshold", held_out=[held_out]
+    )
+    for layer in report.layers:
+        assert layer.active_groups == pytest.approx(active * 128, abs=6)
+        assert 0 < layer.error < 0.6
+    name = report.layers[1].name
+    dense, module = model.get_submodule(name), sparse.get_submodule(name)
+    assert isinstance(module, ThresholdedPattention)
+    x = torch.randn(50, 48)
+    with torch.no_grad():
+        weights = THETAS["l2_gelu"](x @ dense.key_tokens.T, 128.0, "tanh", 1e-5)
+        added = weights[..., None] * dense.value_tokens  # [R, n, d]
+        kept = added.norm(dim=-1, keepdim=True) >= module.threshold
+        torch.testing.assert_close(module(x), (added * kept).sum(1), rtol=1e-3, atol=1e-4)
+        sparse.eval().save_pretrained(tmp_path)
+        loaded = tokenformer.TokenformerForCausalLM.from_pretrained(tmp_path).eval()
+        torch.testing.assert_close(loaded(held_out).logits, sparse(held_out).logits)
+    routed, _ = tokenformer.sparsify(model, train_batches, active, 8)
+    assert divergence(sparse, model, [held_out]) < divergence(routed, model, [held_out])
+
+
+def test_no_threshold_changes_nothing(make_model: Any) -> None:
+    model = make_model("tokenformer").eval()
+    ids = torch.randint(61, (4, 32))
+    sparse, _ = tokenformer.sparsify(model, [ids], 1.0, method="threshold")
+    with torch.no_grad():
+        torch.testing.assert_close(sparse(ids).logits, model(ids).logits)
+    with pytest.raises(
+        ValueError, match=r"thresholds=.*only the tokens of a dense model can be pr"
+    ):
+        tokenformer.prune(sparse, [ids], keep=0.5)
+    with pytest.raises(ValueError, match="only the tokens of a dense model can be made sparse"):
+        tokenformer.sparsify(sparse, [ids])
+
+
 def test_learned_scales_stay(make_config: Any) -> None:
     torch.manual_seed(0)
     model = tokenformer.TokenformerForCausalLM(
@@ -182,6 +223,7 @@ def test_images() -> None:
         ({"active": 1.5}, "active=1.5"),
         ({"group_size": 0}, "group_size=0 must be from 1 to 44"),
         ({"group_size": 45}, "group_size=45 must be from 1 to 44"),
+        ({"method": "magic"}, "method='magic' is unknown; choose one of routing, threshold"),
         ({"projections": ("mlp",)}, r"projections=\['mlp'\] are unknown; choose from q, k, v"),
         ({"projections": ()}, "projections is empty"),
         ({"distill_steps": -1}, "distill_steps=-1"),

@@ -21,6 +21,7 @@ from torch import Tensor
 from tokenformer.growth.model_from_tensors import ModelT, build_model
 from tokenformer.growth.sparsity_report import SparseLayer, SparsityReport
 from tokenformer.growth.tokens.sparse_distillation import divergence, mean_losses, train_to_match
+from tokenformer.growth.tokens.thresholds import build_with_thresholds, layer_threshold
 from tokenformer.growth.tokens.token_clusters import balanced_clusters
 from tokenformer.growth.tokens.token_counts import LayerProjection, check_share
 from tokenformer.growth.tokens.token_set import check_tokenformer, token_layers
@@ -41,6 +42,7 @@ PROFILE_ROWS = 512
 MAX_ROWS = 8192
 """Rows per layer, of which three quarters fit the router and the rest measure the error."""
 FIT_SHARE = 0.75
+METHODS = ("routing", "threshold")
 RIDGE = 1e-3
 """Penalty, relative to the mean of the diagonal."""
 
@@ -64,6 +66,7 @@ def sparsify(
     active: float = 0.25,
     group_size: int = 32,
     *,
+    method: str = "routing",
     projections: Sequence[str] = ("ffn",),
     held_out: Iterable[Tensor] | None = None,
     distill_steps: int = 0,
@@ -78,6 +81,9 @@ def sparsify(
         batches: token ids [B, T] or images [B, C, H, W] like those the model is used on.
         active: the share of the groups of every layer that a row visits, rounded up.
         group_size: tokens per group.
+        method: `routing`, or `threshold`: every token that adds little to a row's output is skipped
+            in this row (`thresholds`). This keeps the closest tokens and needs no router, but saves
+            only the reading of values.
         projections: the projections to sparsify: any of q, k, v, o, ffn.
         held_out: batches to measure the loss on; by default `batches`.
         distill_steps: optimizer steps on `batches`, one batch each, after the conversion.
@@ -89,7 +95,7 @@ def sparsify(
     dense model are not equally useful.
     """
     check_tokenformer(model, "can be made sparse")
-    check_options(model.config, active, group_size, projections, distill_steps)
+    check_options(model.config, active, group_size, method, projections, distill_steps)
     batches = list(batches)
     measured = batches if held_out is None else list(held_out)
     layers = {
@@ -98,20 +104,32 @@ def sparsify(
         if place[0] in projections
     }
     inputs = collect_inputs(model, batches, list(layers))
-    found = {}
+    routed: dict[str, RoutedLayer] = {}
+    thresholds: dict[str, float] = {}
+    reports = []
     for done, (name, (_, layer)) in enumerate(layers.items()):
-        on_progress("fitting routers", done, len(layers))
-        found[name] = route_layer(name, layer, inputs.pop(name), active, group_size, seed)
+        on_progress("measuring layers", done, len(layers))
+        fit, test = fit_and_test(name, inputs.pop(name))
+        if method == "routing":
+            routed[name] = route_layer(name, layer, fit, test, active, group_size, seed)
+            reports.append(routed[name].report)
+        else:
+            thresholds[name], report = layer_threshold(name, layer, fit, test, active)
+            reports.append(report)
     places = {name: place for name, (place, _) in layers.items()}
-    sparse = build_sparse(model, places, found, group_size)
+    if method == "routing":
+        sparse = build_sparse(model, places, routed, group_size)
+    else:
+        sparse = build_with_thresholds(model, places, thresholds)
     if distill_steps:
         for step in train_to_match(sparse, model, batches, distill_steps, learning_rate):
             on_progress("distilling", step, distill_steps)
     before, after = (mean_losses(one, measured) for one in (model, sparse))
     config = sparse.config
     return sparse, SparsityReport(
-        [layer.report for layer in found.values()],
-        group_size,
+        method,
+        reports,
+        group_size if method == "routing" else 1,
         sum(count_parameters(config).values()),
         sum(active_parameters(config).values()),
         before,
@@ -125,10 +143,13 @@ def check_options(
     config: TokenConfig,
     active: float,
     group_size: int,
+    method: str,
     projections: Sequence[str],
     distill_steps: int,
 ) -> None:
     check_share("active", active)
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} is unknown; choose one of {', '.join(METHODS)}")
     if unknown := [name for name in projections if name not in PROJECTIONS]:
         raise ValueError(f"projections={unknown} are unknown; choose from {', '.join(PROJECTIONS)}")
     if not projections:
@@ -169,14 +190,26 @@ def collect_inputs(
     return {name: torch.cat(parts)[:MAX_ROWS] for name, parts in rows.items()}
 
 
+def fit_and_test(name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Split the rows of a layer into those to fit to and those to measure on."""
+    fitted = round(FIT_SHARE * len(rows))
+    if not 0 < fitted < len(rows):
+        raise ValueError(f"batches give {len(rows)} rows for {name}; give more data")
+    return rows[:fitted], rows[fitted:]
+
+
 @torch.no_grad()
 def route_layer(
-    name: str, layer: Pattention, rows: Tensor, active: float, group_size: int, seed: int
+    name: str,
+    layer: Pattention,
+    fit: Tensor,
+    test: Tensor,
+    active: float,
+    group_size: int,
+    seed: int,
 ) -> RoutedLayer:
-    """Group the tokens of a layer and fit its router, bias and scale to input rows [R, d_in]."""
-    fit, test = rows.split([round(FIT_SHARE * len(rows)), len(rows) - round(FIT_SHARE * len(rows))])
-    if not len(fit) or not len(test):
-        raise ValueError(f"batches give {len(rows)} rows for {name}; give more data")
+    """Group the tokens of a layer and fit its router, bias and scale to rows `fit` [R, d_in];
+    measure on rows `test`."""
     profiles = additions(layer, fit[:: max(1, len(fit) // PROFILE_ROWS)][:PROFILE_ROWS])
     order = balanced_clusters(
         (profiles - profiles.mean(0)).T, group_size, seed=named_seed(seed, name)

@@ -32,11 +32,12 @@ def check_not_quantized(config: Any) -> None:
         raise ValueError("the model is quantized; use the model it was quantized from")
 
 
-def check_not_routed(config: TokenConfig, verb: str) -> None:
-    if config.is_routed:
+def check_dense(config: TokenConfig, verb: str) -> None:
+    if config.is_sparse:
+        option = "active_groups" if config.is_routed else "thresholds"
         raise ValueError(
-            f"active_groups={config.active_groups}: only the tokens of a dense model {verb}; "
-            "these are routed in groups"
+            f"{option}={getattr(config, option)}: only the tokens of a dense model {verb}; "
+            "this one is sparse"
         )
 
 
@@ -45,7 +46,7 @@ def target_token_counts(
 ) -> TokenCounts:
     """Return the token counts of a preset or configuration, or of the given options."""
     check_not_quantized(config)
-    check_not_routed(config, "can grow")
+    check_dense(config, "can grow")
     if (to is None) == (not tokens):
         raise ValueError(
             "give either a size to grow to, such as to='354m', or token counts (ffn_tokens=512)"

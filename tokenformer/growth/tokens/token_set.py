@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from tokenformer.growth.parameter_mapping import NEW, ParameterMapping
 from tokenformer.growth.tokens.token_counts import (
     LayerProjection,
+    check_dense,
     check_not_quantized,
-    check_not_routed,
 )
 from tokenformer.layers.pattention import Pattention
 from tokenformer.models.configuration import TokenConfig
@@ -76,9 +76,9 @@ def token_layers(model: nn.Module) -> dict[str, tuple[LayerProjection, Pattentio
 
 
 def check_tokenformer(model: nn.Module, verb: str) -> None:
-    """Raise unless the model is a TokenFormer that is neither quantized nor routed."""
+    """Raise unless the model is a TokenFormer that is neither quantized nor sparse."""
     config = getattr(model, "config", None)
     if not isinstance(config, TokenConfig):
         raise TypeError(f"only a TokenFormer's tokens {verb}, not a {type(model).__name__}'s")
     check_not_quantized(config)
-    check_not_routed(config, verb)
+    check_dense(config, verb)
