@@ -60,7 +60,7 @@ def test_rows_attend_to_the_groups_with_the_largest_scores(norm):
     layer = make_layer(2, norm=norm)
     x = torch.randn(7, 6)
     means = torch.stack([part.mean(0) for part in layer.key_tokens.detach().split(4)])
-    groups = (x @ means.T).topk(2).indices
+    groups = nn.functional.cosine_similarity(x[:, None], means, dim=-1).topk(2).indices
     expected = routed_pattention(
         x,
         layer.key_tokens,
@@ -195,6 +195,8 @@ def test_bias_moves_by_the_rate_and_towards_balance():
     router = CentroidRouter(4, balance_rate=0.1)
     router.update(torch.tensor([9, 1, 1, 1]))
     torch.testing.assert_close(router.bias, torch.tensor([-0.15, 0.05, 0.05, 0.05]))
+    router.update(torch.tensor([4, 2, 2, 0]))  # steps -1, 0, 0 and 5
+    torch.testing.assert_close(router.bias, torch.tensor([-0.35, -0.05, -0.05, 0.45]))
     still = CentroidRouter(4, balance_rate=0.0)
     still.update(torch.tensor([9, 1, 1, 1]))
     assert (still.bias == 0).all()

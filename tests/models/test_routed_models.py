@@ -145,8 +145,6 @@ def test_what_does_not_know_routing_refuses_it(make_model: Make) -> None:
         tokenformer.take_prefix(model, 0.5)
     with pytest.raises(ValueError, match="set its active_groups"):
         tokenformer.set_active_share(model, 0.5)
-    with pytest.raises(ValueError, match="only the tokens of a dense model can grow"):
-        tokenformer.grow(model, ffn_tokens=100)
 
 
 def test_quantization_refuses_it(make_model: Make, tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ standard deviation of about 1 at the start.
 
 Load balancing needs no auxiliary loss (Wang et al., arXiv 2408.15664): a bias per group is added to
 the scores when groups are chosen, and only then. After every optimizer step `update` raises the
-bias of the groups that fewer rows chose than average, and lowers the others. The bias is a buffer:
-part of the state dict, not trained by gradients.
+bias of the groups that fewer rows chose than average, and lowers the others. Groups that no row
+chose, as after growth, rise faster. The bias is a buffer: part of the state dict, not trained by
+gradients.
 """
 
 from abc import abstractmethod
@@ -20,6 +21,9 @@ from torch import Tensor, nn
 
 from tokenformer.ops.backends.autograd import no_autocast
 from tokenformer.ops.theta import accumulation_dtype
+
+DEAD_STEP = 5.0
+"""How much further than others the bias of a group moves that no row chose."""
 
 
 class Router(nn.Module):
@@ -71,6 +75,7 @@ class Router(nn.Module):
         """Move the bias of every group towards a balanced load, given the rows [groups] that chose
         each."""
         step = torch.sign(counts.double().mean() - counts)
+        step[counts == 0] *= DEAD_STEP
         self.bias += (self.balance_rate * (step - step.mean())).to(self.bias)
 
     def extra_repr(self) -> str:
@@ -78,13 +83,12 @@ class Router(nn.Module):
 
 
 class CentroidRouter(Router):
-    """The score of a group is that of its mean key, relative to the RMS of all mean keys. It has no
+    """The score of a group is the cosine of a row and its mean key, times sqrt(d). It has no
     parameters and moves with the keys."""
 
     def scores(self, x: Tensor, centroids: Tensor) -> Tensor:
         wide = centroids.detach().to(x.dtype)
-        length = wide.square().sum(-1).mean().sqrt()  # of a typical centroid
-        return x.detach() @ (wide / length.clamp_min(torch.finfo(x.dtype).tiny)).T
+        return x.detach() @ F.normalize(wide, dim=-1).T  # a zero key scores zero
 
     def gates(self, scores: Tensor, groups: Tensor) -> Tensor | None:
         return None

@@ -22,6 +22,7 @@ from tokenformer.growth.probe import layer_change, output_change
 from tokenformer.growth.tokens.token_counts import LayerProjection, TokenCounts, config_with_tokens
 from tokenformer.growth.tokens.token_set import Replacement, TokenSet, token_layers
 from tokenformer.layers.pattention import Pattention
+from tokenformer.layers.routed_pattention import RoutedPattention
 from tokenformer.models.accounting import count_parameters
 from tokenformer.models.configuration import TokenConfig
 
@@ -103,7 +104,7 @@ class TokenRewrite:
         pending = set(layers)
         with closing(rewritten):
             for name, layer in owners.items():
-                if layer not in self.layers:
+                if layer not in self.layers or name == f"{layer}.bias":  # of a routed layer
                     tensor, self.mappings[name] = self.copy(name, read(name))
                     yield name, tensor
                 elif layer in pending:
@@ -113,8 +114,9 @@ class TokenRewrite:
     @torch.no_grad()  # also in the threads, where it is not inherited
     def rewrite_layer(
         self, read: Callable[[str], Tensor], layer: str
-    ) -> tuple[TokenSet, Replacement, float]:
-        """Return the old tokens of a layer, the new ones, and the change of its output."""
+    ) -> tuple[TokenSet, Replacement, float | None]:
+        """Return the old tokens of a layer, the new ones, and the change of its output; None for a
+        routed layer, whose output depends on its router too."""
         projection, module = self.layers[layer]
         if self.live_scale:
             scale = TokenSet.of(module).scale
@@ -124,11 +126,13 @@ class TokenRewrite:
             scale = self.before.scale(*projection)
         before = TokenSet(read(f"{layer}.key_tokens"), read(f"{layer}.value_tokens"), scale)
         new = self.replace(layer, projection, before)
+        if isinstance(module, RoutedPattention):
+            return before, new, None
         old, new_tokens = ((t.keys, t.values, t.scale) for t in (before, new.tokens))
         return before, new, layer_change(module, old, new_tokens, self.seed)
 
     def record(
-        self, layer: str, before: TokenSet, new: Replacement, change: float
+        self, layer: str, before: TokenSet, new: Replacement, change: float | None
     ) -> dict[str, Tensor]:
         """Add a layer to the configuration and the report, and return its tensors by name."""
         projection, after = self.layers[layer][0], new.tokens

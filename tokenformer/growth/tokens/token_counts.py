@@ -46,7 +46,11 @@ def target_token_counts(
 ) -> TokenCounts:
     """Return the token counts of a preset or configuration, or of the given options."""
     check_not_quantized(config)
-    check_dense(config, "can grow")
+    if config.thresholds is not None:
+        raise ValueError(
+            f"thresholds={config.thresholds}: tokens below a threshold are skipped, and new ones "
+            "could not learn; grow the dense model"
+        )
     if (to is None) == (not tokens):
         raise ValueError(
             "give either a size to grow to, such as to='354m', or token counts (ffn_tokens=512)"

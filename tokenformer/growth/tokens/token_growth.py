@@ -24,11 +24,14 @@ keys, and approximate otherwise. `shrink`: with more tokens each value learns at
 old values, which became large at the higher one, would hardly change any more. Scaled down they
 learn with the new ones: the loss rises at growth and ends lower. Compare "shrink and perturb" (Ash
 and Adams, 2020).
+
+A routed layer gets new groups and keeps its number of active ones (`router_growth`). No row chooses
+a new group at growth, so `zero` and `zero_value` are as exact as above.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +41,7 @@ from tokenformer.growth.growth_report import GrowthReport
 from tokenformer.growth.model_from_tensors import ModelT
 from tokenformer.growth.parameter_mapping import NEW, extended_index
 from tokenformer.growth.tokens.rewrite import CopyTensor, TokenRewrite, copy_tensor
+from tokenformer.growth.tokens.router_growth import RouterGrowth, check_routed_growth
 from tokenformer.growth.tokens.token_counts import (
     LayerProjection,
     TokenCounts,
@@ -46,6 +50,7 @@ from tokenformer.growth.tokens.token_counts import (
     token_counts,
 )
 from tokenformer.growth.tokens.token_set import Replacement, TokenSet, token_layers
+from tokenformer.layers.routed_pattention import RoutedPattention
 from tokenformer.models.backbone import BlockPreTrainedModel
 from tokenformer.models.configuration import TokenConfig, Tokens
 from tokenformer.models.seeds import named_seed
@@ -124,12 +129,14 @@ class TokenGrowth(TokenRewrite):
             self.larger = model_class(
                 config_with_tokens(config, sizes, learned_scale=learned_scale)
             )
+        layers = token_layers(self.larger)
+        self.routers = RouterGrowth({name: each for name, (_, each) in layers.items()}, copy, seed)
         super().__init__(
-            token_layers(self.larger),
+            layers,
             config,
             self.grow_layer,
             learned_scale=learned_scale,
-            copy=copy,
+            copy=self.routers,
             old_rate=old_rate,
             seed=seed,
         )
@@ -139,6 +146,12 @@ class TokenGrowth(TokenRewrite):
         """Arguments of `report`."""
         return {"method": "tokens", "init": self.init, "scale": self.scale_policy}
 
+    def tensors(
+        self, read: Callable[[str], Tensor], names: Iterable[str]
+    ) -> Generator[tuple[str, Tensor], None, None]:
+        self.routers.read = read
+        return super().tensors(read, names)
+
     def grow_layer(self, layer: str, projection: LayerProjection, before: TokenSet) -> Replacement:
         size, (_, module) = self.target[projection], self.layers[layer]
         # A generator per layer: layers grow in parallel, and the default generator is shared.
@@ -146,9 +159,15 @@ class TokenGrowth(TokenRewrite):
         rows = NewRows(*self.larger.token_stds(module), generator, self.allocate)
         new = INITIALIZERS[self.init](before, size, rows)
         if self.scale_policy == "current":
-            tokens = TokenSet(new.tokens.keys, new.tokens.values, float(size))
-            return Replacement(tokens, new.rows, new.value_scale)
+            return with_scale(new, float(size))
+        if isinstance(module, RoutedPattention) and module.norm == "chosen":
+            # The layer multiplies the scale by the share of its tokens that are active.
+            return with_scale(new, before.scale * size / before.size)
         return new
+
+
+def with_scale(new: Replacement, scale: float) -> Replacement:
+    return replace(new, tokens=replace(new.tokens, scale=scale))
 
 
 @dataclass(frozen=True)
@@ -266,6 +285,7 @@ def check_options(
         raise ValueError(
             f"scale={scale!r}: this model's scales are learned; leave scale out, or use 'learned'"
         )
+    check_routed_growth(config, sizes, init)
     if config.theta == "softmax":
         before = token_counts(config)
         whole = all(size % before[projection] == 0 for projection, size in sizes.items())
