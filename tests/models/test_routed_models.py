@@ -68,8 +68,10 @@ def test_a_dense_checkpoint_gets_new_routers(
     assert all(0.1 < weight.std() * 32**0.5 < 2 for weight in weights)
 
 
-def test_generation_with_a_cache_equals_one_pass(make_model: Make) -> None:
-    model = make_model("tokenformer", **ROUTED).eval()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_generation_with_a_cache_equals_one_pass(make_model: Make, dtype: torch.dtype) -> None:
+    """In fp32, native code reads the chosen groups."""
+    model = make_model("tokenformer", **ROUTED).to(dtype).eval()
     ids = torch.arange(1, 9)[None]
     found = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
     assert found.shape == (1, 16)

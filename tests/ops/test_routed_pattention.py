@@ -12,6 +12,8 @@ from tests.support.backends import assert_close, random_inputs
 from tests.support.theta import expected_weights
 from tokenformer.ops import THETAS, pattention, routed_pattention
 from tokenformer.ops.backends import derivatives, grouped, score_norm, streamed
+from tokenformer.ops.backends.native import routed as native_routed
+from tokenformer.ops.backends.native.library import library
 
 CASES = [("l2_gelu", "all"), *((theta, "chosen") for theta in THETAS)]
 cases = pytest.mark.parametrize(("theta", "norm"), CASES)
@@ -265,6 +267,57 @@ def test_it_is_one_product_per_group(monkeypatch):
     visits = list(grouped.Routes(groups, tokens=22, group_size=4))
     assert [(v.tokens.start, v.tokens.stop) for v in visits] == [(0, 4), (8, 12), (20, 22)]
     assert [v.rows.tolist() for v in visits] == [[0, 2], [0, 1, 2], [1]]
+
+
+@cases
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_native_code_for_few_rows(theta, norm, dtype, threads, monkeypatch):
+    assert library() is not None, "there is a compiler where the tests run"
+    monkeypatch.setattr(native_routed, "threads_for", lambda size: threads)
+    for rows, d_in, n, d_out, size, k in [
+        (1, 16, 50, 24, 8, 3),
+        (5, 33, 40, 7, 3, 14),
+        (16, 9, 20, 1, 30, 1),
+    ]:
+        x, keys, values, gates = (
+            tensor.detach()
+            for tensor in random_inputs(
+                (rows, d_in), (n, d_in), (n, d_out), (rows, k), dtype=torch.float32
+            )
+        )
+        tokens = keys.to(dtype), values.to(dtype)
+        groups = random_groups(rows, count=-(-n // size), k=k)
+        options = {"group_size": size, "theta": theta, "norm": norm, "eps": 1e-3}
+        for factors in (None, gates):
+            assert native_routed.supports(x.to(dtype), *tokens)
+            found = routed_pattention(x.to(dtype), *tokens, groups, gates=factors, **options)
+            wide = (tensor.double() for tensor in (x.to(dtype), *tokens))
+            wanted = routed_pattention(
+                *wide,
+                groups,
+                gates=None if factors is None else factors.double(),
+                backend="reference",
+                **options,
+            )
+            assert found.dtype == dtype
+            scale = wanted.abs().max()
+            rounding = 2e-6 if dtype == torch.float32 else 8e-3
+            torch.testing.assert_close(found.double(), wanted, rtol=0, atol=rounding * scale)
+
+
+def test_native_code_checks_the_groups():
+    x, keys, values = (torch.randn(shape) for shape in ((2, 4), (9, 4), (9, 3)))
+    for group in (3, -1):
+        with pytest.raises(IndexError, match=f"must be from 0 to 2, got .*{group}"):
+            routed_pattention(x, keys, values, torch.full((2, 1), group), group_size=4)
+
+
+def test_native_code_reads_only_the_chosen_groups():
+    x, keys, values = torch.randn(2, 16), torch.randn(40, 16), torch.randn(40, 8)
+    keys[8:], values[8:] = float("nan"), float("nan")
+    out = routed_pattention(x, keys, values, torch.tensor([[0], [1]]), group_size=4, norm="chosen")
+    assert out.isfinite().all()
 
 
 @pytest.mark.slow

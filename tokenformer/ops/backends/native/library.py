@@ -21,7 +21,9 @@ import torch
 
 from tokenformer.files import cache_folder
 
-SOURCES = [Path(__file__).with_name(name) for name in ("decode.cpp", "fused.cpp", "rotary.cpp")]
+SOURCES = [
+    Path(__file__).with_name(f"{name}.cpp") for name in ("decode", "fused", "rotary", "routed")
+]
 HEADERS = [Path(__file__).with_name(name) for name in ("normal.h", "quantized.h", "rows.h")]
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=fast"]
 # GCC vectorizes rounding and selection only without errno and floating-point traps.
@@ -139,6 +141,17 @@ ARGUMENTS = {
     "linear": [Pointer, Long, Long, Pointer, Pointer, Long, Pointer, Int],
     "pattention": [Pointer, Long, Pointer, Theta, Work, Pointer, Int],
     "decode": [Pointer, Long, Pointer, Pointer, Pointer, Theta, Int, Pointer, Work, Int],
+    "routed_scores": [Pointer, *[Int64] * 2, Pointer, *[Int64] * 2, Pointer, Int64, Pointer, Int],
+    "routed_sum": [
+        Pointer,
+        *[Int64] * 2,
+        Pointer,
+        *[Int64] * 2,
+        Pointer,
+        Int64,
+        *[Pointer] * 2,
+        Int,
+    ],
     "rotary": [*[Pointer] * 2, *[Int64] * 5, *[Pointer] * 2, Int64, Float, Int],
     "fused_forward": [Pointer, Pointer],
     "fused_backward": [Pointer, Int64, *[Pointer] * 5],
