@@ -132,6 +132,27 @@ def test_checkpoints_hold_the_biases(corpus, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_run_grows_between_stages(routed_recipe, tmp_path):
+    """Twice the groups, as many active ones, the same FLOPs per token but for the router."""
+    recipe = routed_recipe(**LEARNED)
+    sections = json.loads(recipe.read_text())
+    sections["run"]["ema"] = 0.9
+    sections["stages"] = [{"steps": 6}, {"steps": 6, "grow": {"sizes": {"ffn_tokens": 256}}}]
+    recipe.write_text(json.dumps(sections))
+    done = finish(recipe, tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert rows[6]["loss"] == pytest.approx(rows[5]["loss"], rel=0.1)
+    flops = [rows[step]["flops"] - rows[step - 1]["flops"] for step in (5, 7)]
+    assert flops[0] < flops[1] < 1.1 * flops[0]
+    config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert config["ffn_tokens"] == 256
+    assert config["active_groups"] == LEARNED["active_groups"]
+    report = json.loads((tmp_path / "run" / "growth-2.json").read_text())
+    assert report["max_output_change"] < 1e-5
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "options"), [("ddp", LEARNED), ("fsdp", ROUTED)])
 def test_two_ranks_give_the_losses_of_one(routed_recipe, tmp_path, parallel, options):
     recipe = routed_recipe(**options)
