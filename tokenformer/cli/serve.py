@@ -35,6 +35,7 @@ def serve(
     allowed_hosts: tuple[str, ...] = (),
     max_body: int = Limits.max_body,
     max_queue: int = Limits.max_queue,
+    max_batch: int = Limits.max_batch,
     request_timeout: float = Limits.request_timeout,
     template_timeout: float = Limits.template_timeout,
     no_verify: bool = False,
@@ -55,7 +56,8 @@ def serve(
             TOKENFORMER_API_KEY: other users can read options in the process list.
         allowed_hosts: Additional host names to accept in the Host header; any disables the check.
         max_body: Maximum size of a request body in bytes.
-        max_queue: Maximum number of requests that wait while another one is generating.
+        max_queue: Maximum number of requests that wait while others are generating.
+        max_batch: Maximum number of requests that generate together.
         request_timeout: Seconds for a client to send the headers, and again for the body.
         template_timeout: Seconds for rendering the chat template.
         no_verify: Skip verifying the weights (checksums.json, NaN, inf).
@@ -67,6 +69,7 @@ def serve(
     limits = Limits(
         max_body=max_body,
         max_queue=max_queue,
+        max_batch=max_batch,
         request_timeout=request_timeout,
         template_timeout=template_timeout,
         api_key=os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key,
@@ -123,7 +126,8 @@ def run(
     from tokenformer.serve.prompt import context_length
 
     loaded, tokenizer = load()
-    queue = GenerationQueue(context or context_length(loaded.config) or 2048, limits.max_queue)
+    context = context or context_length(loaded.config) or 2048
+    queue = GenerationQueue(loaded, context, limits.max_queue, limits.max_batch)
     encoder = PromptEncoder(tokenizer, queue.context, limits)
     logging.set_verbosity_error()  # uvicorn logs the requests
     last_resort = threading.Timer(SECONDS_TO_EXIT, exit_now)

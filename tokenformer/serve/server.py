@@ -27,7 +27,8 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerationState, Modality
 
-from tokenformer.serve.generation_queue import GenerationQueue, TokenStreamer
+from tokenformer.serve.generation import TokenStreamer
+from tokenformer.serve.generation_queue import GenerationQueue
 from tokenformer.serve.limits import Limits
 from tokenformer.serve.middleware import LimitRequests, handle_error
 from tokenformer.serve.prompt_encoder import PromptEncoder
