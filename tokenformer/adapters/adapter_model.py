@@ -115,7 +115,9 @@ class TokenAdapterModel(BaseTuner):
                 f"{', '.join(sorted(known))}, and {BASE} for none"
             )
         beams = kwargs.get("num_beams") or 1
-        names = SampleAdapters(name for name in adapter_names for _ in range(beams))
+        names = adapter_names
+        if not isinstance(names, SampleAdapters) or beams > 1:
+            names = SampleAdapters(name for name in adapter_names for _ in range(beams))
         hook = partial(pass_adapter_names, names)
         saved = [m for m in self.modules() if isinstance(m, AuxiliaryTrainingWrapper)]
         handles = [
@@ -157,7 +159,7 @@ QUANTIZED = "quantized"
 def check_base(config: TokenAdapterConfig, model: nn.Module) -> None:
     """Compare the base with the one that an adapter was trained on; a new adapter takes its
     fingerprint, also if the same configuration was used for another base before."""
-    found = fingerprint(model)
+    found = getattr(model, "known_fingerprint", None) or fingerprint(model)
     expected = config.base_fingerprint
     if expected is None or getattr(config, "is_new", False):
         config.base_fingerprint = found

@@ -22,7 +22,7 @@ logger = logging.getLogger("uvicorn.error")
 
 SHUTTING_DOWN = "the server is shutting down"
 
-BATCHED = {  # fmt: skip
+BATCHED = {
     "do_sample",
     "temperature",
     "top_k",
