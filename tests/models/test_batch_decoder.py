@@ -36,7 +36,9 @@ def alone(model: Any, ids: Tensor, count: int) -> list[int]:
     return output[0, ids.shape[1] :].tolist()
 
 
-def together(decoder: BatchDecoder, rows: int, every: int = 3) -> tuple[list[list[int]], list[bool]]:
+def together(
+    decoder: BatchDecoder, rows: int, every: int = 3
+) -> tuple[list[list[int]], list[bool]]:
     """Decode all prompts, at most `rows` at a time, of which one may join every few tokens. Return
     their tokens, and for each step whether native code gave the best ones."""
     found: list[list[int]] = [[] for _ in PROMPTS]

@@ -59,6 +59,9 @@ class AdapterSet:
         """Remove an adapter and free its weights."""
         own = self.names.pop(name)
         if self.names:
+            tuner = self.adapted.base_model
+            if own in tuner.active_adapters:
+                tuner.set_adapter(next(iter(self.names.values())), inference_mode=True)
             self.adapted.delete_adapter(own)
         else:
             self.adapted = None

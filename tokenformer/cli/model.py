@@ -231,7 +231,8 @@ def adapter_warnings() -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         yield
-    for line in dict.fromkeys(" ".join(str(each.message).split()) for each in caught):
+    ours = (each.message for each in caught if each.category is UserWarning)
+    for line in dict.fromkeys(" ".join(str(message).split()) for message in ours):
         sys.stderr.write(f"warning: {line}\n")
 
 

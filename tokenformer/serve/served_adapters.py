@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenformer.adapters.adapter_folder import WEIGHTS, AdapterFolder
 from tokenformer.adapters.adapter_set import AdapterSet
-from tokenformer.errors import AdapterError
+from tokenformer.errors import AdapterError, TokenformerError
 from tokenformer.paths import ADAPTER_CONFIG, check_adapter_name, find_adapter
 
 MAX_ADAPTERS = 1000
@@ -56,7 +56,7 @@ class ServedAdapters(AdapterSet):
         found = self.find(folder)
         try:
             await queue.change(lambda: self.load(name, AdapterFolder.read(found)))
-        except AdapterError as error:
+        except TokenformerError as error:  # without the path on the server
             raise AdapterError(str(error).replace(f"{self.root}/", "")) from None
 
     async def delete(self, queue: Any, name: str) -> None:
