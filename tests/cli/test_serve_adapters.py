@@ -2,7 +2,6 @@
 alone, whatever else is in its batch."""
 
 import json
-import os
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -119,10 +118,11 @@ def test_clients_change_the_adapters(parrot, adapters, tmp_path):
     root, secret = tmp_path / "root", tmp_path / "secret"
     shutil.copytree(adapters / "a", root / "sub" / "a")
     shutil.copytree(adapters / "own", secret)
-    os.symlink(secret, root / "link")
+    (root / "link").symlink_to(secret)
     shutil.copytree(adapters / "b.1", root / "linked")
-    (root / "linked" / "adapter_model.safetensors").unlink()
-    os.symlink(secret / "adapter_model.safetensors", root / "linked" / "adapter_model.safetensors")
+    weights = root / "linked" / "adapter_model.safetensors"
+    weights.unlink()
+    weights.symlink_to(secret / weights.name)
     shutil.copytree(adapters / "b.1", root / "broken")
     (root / "broken" / "adapter_model.safetensors").write_bytes(b"no")
     with serving(parrot, "--allow_adapter_changes", str(root), "--name", "base") as server:
