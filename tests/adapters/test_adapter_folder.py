@@ -8,8 +8,7 @@ import torch
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from tests.adapters.conftest import make_base
-from tests.support.adapters import make_adapter
+from tests.support.adapters import make_adapter, make_base
 from tokenformer.adapters.adapter_folder import AdapterFolder, attach_adapters
 from tokenformer.adapters.adapter_layer import TokenAdapterLayer
 from tokenformer.errors import AdapterError, TokenformerError

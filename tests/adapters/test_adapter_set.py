@@ -4,8 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 
-from tests.adapters.conftest import make_base
-from tests.support.adapters import make_adapter
+from tests.support.adapters import make_adapter, make_base
 from tests.support.decoding import record_native_decoding
 from tokenformer import TransformerConfig, TransformerForCausalLM
 from tokenformer.adapters.adapter_folder import AdapterFolder
@@ -65,7 +64,7 @@ def check_mixed(base, adapters, folders, reference=make_base):
     names = (None, *folders)
     mixed = [(names[(row + shift) % len(names)]) for shift in (0, 2) for row in range(len(names))]
     decoder = BatchDecoder(base, 16, adapters.select)
-    for choice in (mixed, ["a", "a", "a"], [None, None]):
+    for choice in (mixed, ["a", "a", "a"], [names[-1]] * 2, [None, None]):
         requests = [(row % 3, name) for row, name in enumerate(choice)]
         found = together(decoder, [(PROMPTS[place], name) for place, name in requests])
         assert found == [expected[name][place] for place, name in requests]

@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 
-from tests.adapters.conftest import make_base
+from tests.support.adapters import make_base
 from tokenformer import TokenAdapterConfig, TokenformerForCausalLM, grow
 from tokenformer.adapters import TokenAdapterLayer
 from tokenformer.errors import AdapterError

@@ -39,7 +39,8 @@ def adapters(parrot, tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(parrot, adapters):
     options = [word for name in NAMES for word in ("--adapter", f"{name}={adapters / name}")]
-    with serving(parrot, *options, "--name", "base", "--max_batch", "6") as server:
+    options += ["--allow_adapter_changes", str(adapters), "--name", "base", "--max_batch", "6"]
+    with serving(parrot, *options) as server:
         server.defaults |= {"model": "base", "max_tokens": 30}
         yield server
         stream = server.complete(prompt="a", model="own", max_tokens=100, stream=True)
@@ -108,55 +109,44 @@ def call(server, method, path="", **body):
     return answer.status, json.loads(answer.read() or "{}")
 
 
-def test_adapters_cannot_be_changed_unless_allowed(server, adapters):
-    assert call(server, "POST", name="c", folder="a")[0] == 404
-    assert call(server, "DELETE", "/a")[0] == 404
-    assert server.complete(prompt="Say", model="a").choices
-
-
-def test_clients_change_the_adapters(parrot, adapters, tmp_path):
-    root, secret = tmp_path / "root", tmp_path / "secret"
-    shutil.copytree(adapters / "a", root / "sub" / "a")
-    shutil.copytree(adapters / "own", secret)
+def test_clients_change_the_adapters(server, adapters, tmp_path):
+    root, secret = adapters, tmp_path / "secret"
+    shutil.copytree(root / "own", secret)
     (root / "link").symlink_to(secret)
-    shutil.copytree(adapters / "b.1", root / "linked")
+    for name in ("linked", "broken"):
+        shutil.copytree(root / "b.1", root / name)
     weights = root / "linked" / "adapter_model.safetensors"
     weights.unlink()
     weights.symlink_to(secret / weights.name)
-    shutil.copytree(adapters / "b.1", root / "broken")
-    (root / "broken" / "adapter_model.safetensors").write_bytes(b"no")
-    with serving(parrot, "--allow_adapter_changes", str(root), "--name", "base") as server:
-        server.defaults |= {"model": "base", "max_tokens": 20}
-        assert call(server, "POST", name="new/a", folder="sub/a")[1]["parent"] == "base"
-        running = server.complete(prompt="a", model="new/a", max_tokens=100, stream=True)
-        next(iter(running))
-        assert server.complete(prompt="Say", model="new/a").model == "new/a"
-        for folder in ("../secret", str(secret), "link", "linked", "none", "\0", "a" * 5000, ""):
-            status, answer = call(server, "POST", name="x", folder=folder)
-            assert (status, "no adapter folder" in answer["error"]["message"]) == (400, True)
-        for body, code, why in [
-            ({"name": "new/a", "folder": "sub/a"}, 409, "already"),
-            ({"name": "base", "folder": "sub/a"}, 409, "already"),
-            ({"name": "a b", "folder": "sub/a"}, 400, "the name"),
-            ({"name": "x"}, 400, "folder"),
-            ({"name": "x", "folder": "sub/a", "more": 1}, 400, "more=1"),
-            ({"name": "x", "folder": "broken"}, 400, "damaged"),
-        ]:
-            status, answer = call(server, "POST", **body)
-            assert status == code
-            assert why in answer["error"]["message"]
-            assert str(root) not in answer["error"]["message"]
-        assert call(server, "DELETE", "/base")[0] == 400
-        assert call(server, "DELETE", "/x")[0] == 404
-        list(running)  # until then it is in use
-        assert call(server, "DELETE", "/new/a") == (
-            200,
-            {"id": "new/a", "object": "model", "deleted": True},
-        )
-        with pytest.raises(openai.NotFoundError):
-            server.complete(prompt="Say", model="new/a")
-        assert [model.id for model in server.client.models.list()] == ["base"]
-        assert not [line for line in server.log if "Traceback" in line]
+    (root / "broken" / weights.name).write_bytes(b"no")
+
+    loaded = call(server, "POST", name="new/a", folder="a-run")
+    assert loaded[1]["parent"] == "base"
+    found = server.complete(prompt="Say", model="new/a")
+    assert found.model == "new/a"
+    assert found.choices[0].text == server.complete(prompt="Say", model="a").choices[0].text
+    for folder in ("../secret", str(secret), "link", "linked", "none", "\0", "a" * 5000, "", ".."):
+        status, answer = call(server, "POST", name="x", folder=folder)
+        assert (status, "no adapter folder" in answer["error"]["message"]) == (400, True)
+    for body, code, why in [
+        ({"name": "new/a", "folder": "a"}, 409, "already"),
+        ({"name": "base", "folder": "a"}, 409, "already"),
+        ({"name": "a b", "folder": "a"}, 400, "the name"),
+        ({"name": "x"}, 400, "folder"),
+        ({"name": "x", "folder": "a", "more": 1}, 400, "more=1"),
+        ({"name": "x", "folder": "broken"}, 400, "damaged"),
+    ]:
+        status, answer = call(server, "POST", **body)
+        assert status == code
+        assert why in answer["error"]["message"]
+        assert str(root) not in answer["error"]["message"]
+    assert call(server, "DELETE", "/base")[0] == 400
+    assert call(server, "DELETE", "/x")[0] == 404
+    deleted = {"id": "new/a", "object": "model", "deleted": True}
+    assert call(server, "DELETE", "/new/a") == (200, deleted)
+    with pytest.raises(openai.NotFoundError):
+        server.complete(prompt="Say", model="new/a")
+    assert [model.id for model in server.client.models.list()] == ["base", *NAMES]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Adapters with random weights, as if they had been trained, in folders."""
+"""A small base, and adapters with random weights, as if they had been trained."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,16 @@ from typing import Any
 import torch
 from peft import get_peft_model
 
-from tokenformer import TokenAdapterConfig
+from tokenformer import TokenAdapterConfig, TokenformerConfig, TokenformerForCausalLM
+
+
+def make_base(seed: int = 0, **options: Any) -> TokenformerForCausalLM:
+    """A small model that adapters can be attached to."""
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tokens = {"qkv_tokens": 12, "output_tokens": 12, "ffn_tokens": 24}
+    config = TokenformerConfig(**(sizes | tokens | options))
+    return TokenformerForCausalLM(config).eval()
 
 
 def make_adapter(

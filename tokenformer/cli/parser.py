@@ -156,7 +156,7 @@ def list_text(hint: Any, values: list[str]) -> str:
     joined = ",".join(values)
     if joined.startswith("["):
         return joined
-    return dumps(values) if get_args(hint)[0] in (str, Path) else f"[{joined}]"
+    return dumps(joined.split(",")) if get_args(hint)[0] in (str, Path) else f"[{joined}]"
 
 
 def section_flags(hints: dict[str, Any]) -> dict[str, Any]:
@@ -206,6 +206,8 @@ class Arguments:
                 values = [value] if equals else list(takewhile(is_value, waiting))
                 if not equals:
                     del waiting[: len(values)]
+                if name not in lists:
+                    self.words.append(f"{name}=")  # completed below
                 lists.setdefault(name, []).extend(values)
             elif hint == (str | None) and has_value:
                 self.texts[name[2:]] = value if equals else waiting.pop(0)
@@ -218,7 +220,8 @@ class Arguments:
                 self.words.append(dumps(values) if many else word)
             else:
                 self.words.append(word)
-        self.words += [f"{name}={list_text(hints[name], lists[name])}" for name in lists]
+        for name, values in lists.items():
+            self.words[self.words.index(f"{name}=")] = f"{name}={list_text(hints[name], values)}"
 
     def ends_with_value(self, hints: dict[str, Any]) -> bool:
         """Return whether the next word cannot be the value of the last option."""
