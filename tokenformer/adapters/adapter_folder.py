@@ -70,7 +70,8 @@ class AdapterFolder:
     stored: dict[str, StoredTensor]
 
     @classmethod
-    def read(cls, folder: Path) -> "AdapterFolder":
+    def read(cls, folder: Path | str) -> "AdapterFolder":
+        folder = Path(folder)
         kind = read_object(folder, ADAPTER_CONFIG).get("peft_type")
         if kind not in KINDS:
             raise refused(
