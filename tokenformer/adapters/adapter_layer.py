@@ -37,6 +37,8 @@ class SampleAdapters(list[str]):
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__(names)
         self.tokens: dict[Any, dict[str, tuple[Tensor, ...]]] = {}
+        self.modules: list[nn.Module] = []
+        """The modules that take these names; found at first use."""
 
 
 class TokenAdapterLayer(nn.Module, BaseTunerLayer):

@@ -96,6 +96,18 @@ class TokenAdapterModel(BaseTuner):
                 module.config = after
         return model
 
+    def modules_for(self, names: Sequence[str]) -> list[nn.Module]:
+        """Return the modules that take the names of a batch; raise for an unknown name."""
+        layers = self.adapter_layers()
+        known = {name for layer in layers for name in layer.token_adapter_keys}
+        if unknown := sorted(set(names) - known - {BASE}):
+            raise ValueError(
+                f"adapter_names: there is no adapter {unknown[0]!r}; there are "
+                f"{', '.join(sorted(known))}, and {BASE} for none"
+            )
+        saved = [m for m in self.modules() if isinstance(m, AuxiliaryTrainingWrapper)]
+        return [*layers, *saved]
+
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Pass `adapter_names`, one per sample, to every adapted layer."""
@@ -107,21 +119,15 @@ class TokenAdapterModel(BaseTuner):
             raise ValueError("adapter_names is for inference; call model.eval() first")
         if not isinstance(adapter_names, list | tuple):
             raise TypeError(f"adapter_names must be a list of str, not {type(adapter_names)}")
-        layers = self.adapter_layers()
-        known = {name for layer in layers for name in layer.token_adapter_keys}
-        if unknown := sorted(set(adapter_names) - known - {BASE}):
-            raise ValueError(
-                f"adapter_names: there is no adapter {unknown[0]!r}; there are "
-                f"{', '.join(sorted(known))}, and {BASE} for none"
-            )
         beams = kwargs.get("num_beams") or 1
         names = adapter_names
         if not isinstance(names, SampleAdapters) or beams > 1:
             names = SampleAdapters(name for name in adapter_names for _ in range(beams))
+        if not names.modules:
+            names.modules = self.modules_for(names)
         hook = partial(pass_adapter_names, names)
-        saved = [m for m in self.modules() if isinstance(m, AuxiliaryTrainingWrapper)]
         handles = [
-            module.register_forward_pre_hook(hook, with_kwargs=True) for module in (*layers, *saved)
+            module.register_forward_pre_hook(hook, with_kwargs=True) for module in names.modules
         ]
         try:
             yield

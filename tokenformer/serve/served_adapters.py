@@ -54,10 +54,18 @@ class ServedAdapters(AdapterSet):
         if len(self.served) >= MAX_ADAPTERS:
             raise AdapterError(f"there are {MAX_ADAPTERS} adapters already; remove one")
         found = self.find(folder)
+
+        def attach() -> None:
+            AdapterSet.load(self, name, AdapterFolder.read(found))
+            if not self.mixes and len({row.adapter for row in queue.batch.rows}) > 1:
+                self.remove(name)
+                raise AdapterError(f"{name} cannot mix with the adapters in use; try again later")
+
         try:
-            await queue.change(lambda: self.load(name, AdapterFolder.read(found)))
+            await queue.change(attach)
         except TokenformerError as error:  # without the path on the server
             raise AdapterError(str(error).replace(f"{self.root}/", "")) from None
+        self.served[name] = int(time.time())
 
     async def delete(self, queue: Any, name: str) -> None:
         """Remove an adapter unless requests use it."""
