@@ -168,15 +168,8 @@ class Generation:
         self.token = -1
         """The last token."""
         self.remaining: int = config.max_new_tokens
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self.streamer._cancelled.is_set()
-
-    @property
-    def is_batched(self) -> bool:
+        self.is_batched = config.to_diff_dict().keys() <= BATCHED | EXTRA
         """Whether `Sampler` supports its settings."""
-        return self.config.to_diff_dict().keys() <= BATCHED | EXTRA
 
     def start(self, model: Any) -> None:
         self.sampler = Sampler(model, self.ids, self.config, self.config.seed)

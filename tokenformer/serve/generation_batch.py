@@ -11,7 +11,7 @@ class GenerationBatch:
     """The requests that are generating. All methods run in the inference thread.
 
     Requests whose model or settings `BatchDecoder` and `Sampler` do not support run alone, in
-    `model.generate`. So do, one adapter at a time, those with adapters that cannot mix.
+    `model.generate`. Requests with adapters that cannot mix share a batch with those of the same.
     """
 
     def __init__(self, model: Any, max_batch: int, adapters: Any = None) -> None:
