@@ -20,7 +20,12 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OTHER_PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *ROOT.glob("*/README.md")]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # Commands that take long run for a few steps here; a slow test runs the whole demo.
-SHORTENED = {"demo": ["--steps", "2"], "serve": ["--port", "0"], "train": ["--max_steps", "2"]}
+SHORTENED = {
+    "adapt": ["--steps", "2"],
+    "demo": ["--steps", "2"],
+    "serve": ["--port", "0"],
+    "train": ["--max_steps", "2"],
+}
 SUBPROCESSES = {"serve", "prepare"}
 """Run in a new process: one is ended by a signal, the other starts processes."""
 

@@ -36,7 +36,7 @@ def test_help_lists_every_command():
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["bogus"], "bogus is not a command; there are convert, demo,"),
+        (["bogus"], "bogus is not a command; there are adapt, convert, demo,"),
         (["generat"], "generat is not a command; did you mean generate?"),
         (["demo", "--stps", "3"], "--stps is not an option; did you mean --steps?"),
         (["demo", "--stps", "3", "--sed", "4"], "--stps is not an option; did you mean --steps?"),
@@ -77,6 +77,8 @@ def test_without_a_command_the_help_is_printed(capsys):
 @pytest.mark.parametrize(
     "words",
     [
+        "adapt runs/txt --data runs --out new",
+        "adapt runs/text --data runs/absent --out new",
         "generate runs/txt --prompt a",
         "generate runs/text --prompts absent",
         "generate runs/text --prompt a --adapter runs/absent",

@@ -1,8 +1,7 @@
 """The tuner of token adapters: what peft calls to add, switch, merge and remove them."""
 
-import hashlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -20,6 +19,7 @@ from tokenformer.growth.tokens.token_counts import config_with_tokens
 from tokenformer.growth.tokens.token_set import token_layers
 from tokenformer.layers.quantized import QuantizedPattention
 from tokenformer.models.configuration import TokenConfig
+from tokenformer.models.fingerprint import fingerprint
 
 
 class TokenAdapterModel(BaseTuner):
@@ -165,7 +165,7 @@ QUANTIZED = "quantized"
 def check_base(config: TokenAdapterConfig, model: nn.Module) -> None:
     """Compare the base with the one that an adapter was trained on; a new adapter takes its
     fingerprint, also if the same configuration was used for another base before."""
-    found = getattr(model, "known_fingerprint", None) or fingerprint(model)
+    found = base_fingerprint(model, config.modules_to_save or ())
     expected = config.base_fingerprint
     if expected is None or getattr(config, "is_new", False):
         config.base_fingerprint = found
@@ -189,20 +189,24 @@ def check_base(config: TokenAdapterConfig, model: nn.Module) -> None:
     )
 
 
-@torch.no_grad()
-def fingerprint(model: nn.Module) -> str | None:
-    """Return a hash of the base's weights, rounded to bfloat16 so that a model and its copy in
-    bfloat16 agree; None if it has no data yet."""
+def base_fingerprint(model: nn.Module, replaced: Iterable[str] = ()) -> str | None:
+    """Return the fingerprint of the base's weights, without the modules that the adapter replaces,
+    such as the classifier of other classes. A model whose weights do not change may keep those it
+    had in `known_fingerprints`."""
+    known: dict[frozenset[str], str | None] = getattr(model, "known_fingerprints", {})
+    left_out = frozenset(replaced)
+    if left_out not in known:
+        known[left_out] = hash_base(model, left_out)
+    return known[left_out]
+
+
+def hash_base(model: nn.Module, left_out: frozenset[str]) -> str | None:
     if any(isinstance(module, QuantizedPattention) for module in model.modules()):
         return QUANTIZED
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        if PREFIX in name or ".modules_to_save." in name:
-            continue
-        if parameter.is_meta:
-            return None
+    weights = {}
+    for name, parameter in model.named_parameters():
         own = name.replace(".base_layer", "").replace(".original_module", "")
-        digest.update(f"{own} {tuple(parameter.shape)}".encode())
-        rounded = parameter.detach().to("cpu", torch.bfloat16).contiguous()
-        digest.update(rounded.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+        is_base = PREFIX not in name and ".modules_to_save." not in name
+        if is_base and not left_out & set(own.split(".")):
+            weights[own] = parameter
+    return fingerprint(weights.items())

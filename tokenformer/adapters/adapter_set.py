@@ -21,7 +21,6 @@ from torch import nn
 
 from tokenformer.adapters.adapter_folder import AdapterFolder
 from tokenformer.adapters.adapter_layer import BASE, SampleAdapters
-from tokenformer.adapters.adapter_model import fingerprint
 from tokenformer.errors import AdapterError
 
 
@@ -52,7 +51,7 @@ class AdapterSet:
     def copy_base(self) -> nn.Module:
         model = share_weights(self.base)
         # Hashed once, not for every adapter: these weights do not change.
-        model.known_fingerprint = fingerprint(model)  # type: ignore[assignment]
+        model.known_fingerprints = {}  # type: ignore[assignment]
         return model
 
     def remove(self, name: str) -> None:
