@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
+from tokenformer.growth.model_inputs import check_batch
 from tokenformer.growth.tokens.token_usage import observe_inputs, scores_and_weights
 from tokenformer.interpret.token_name import WRITERS, full_names, named_layers
 from tokenformer.layers.norm import LayerNorm, RMSNorm
@@ -102,6 +103,7 @@ def score_maps(
 ) -> ScoreMaps:
     """Return the score maps of all layers, or of those named: layers (3.ffn), blocks (3) or
     projections (ffn)."""
+    check_batch(model, inputs)
     wanted, names, maps = named_layers(model, layers), full_names(model), dict[str, ScoreMap]()
     final: list[Tensor] = []
 
