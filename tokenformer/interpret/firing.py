@@ -107,9 +107,8 @@ class LayerFiring:
         samples = first_sample + torch.arange(weights.shape[1]).expand(len(rows), -1)
         all_weights = torch.cat([sums.top_weights[rows], weights[rows]], 1)
         # A stable order: of equal weights the earlier sample stays.
-        order = all_weights.argsort(dim=1, descending=True, stable=True)[
-            :, : sums.top_weights.shape[1]
-        ]
+        order = all_weights.argsort(dim=1, descending=True, stable=True)
+        order = order[:, : sums.top_weights.shape[1]]
         sums.top_weights[rows] = all_weights.gather(1, order)
         for kept, new in ((sums.top_samples, samples), (sums.top_positions, positions[rows])):
             kept[rows] = torch.cat([kept[rows], new], 1).gather(1, order)

@@ -78,12 +78,14 @@ def index_tokens(
     layers = named_layers(model)
     lens_rows(model)  # a model without a head fails now
     run = IndexRun(model, layers, threshold, contexts)
-    progress = nullcontext() if out is None else SavedProgress(run, Path(out), save_every)
+    progress: AbstractContextManager[SavedProgress | None] = nullcontext()
+    if out is not None:
+        progress = SavedProgress(run, Path(out), save_every)
     with progress as saved:
         run.add_all(batches, saved, on_batch)
         index = run.finish(words, neighbors)
-        if out is not None:
-            index.save(out, vocabulary)
+        if saved is not None:
+            index.save(saved.out, vocabulary)
             saved.delete()
     return index
 
@@ -254,7 +256,7 @@ class SavedProgress(AbstractContextManager["SavedProgress"]):
     def __init__(self, run: IndexRun, out: Path, seconds: float) -> None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise InputError(f"{out} already exists; name a new folder for the index")
-        self.run, self.seconds = run, seconds
+        self.run, self.out, self.seconds = run, out, seconds
         self.folder = out.with_name(f".{out.name}.progress")
         self.saved = time.monotonic()
 

@@ -180,9 +180,8 @@ class TokenIndex:
             if self.summary.grid is None:
                 start = max(0, position - before)
                 ids = self.sample(sample)[start : position + 1 + after].tolist()
-            found.append(
-                Context(weight, sample, position, ids, *cut(ids, position - start, vocabulary))
-            )
+            around = cut(ids, position - start, vocabulary)
+            found.append(Context(weight, sample, position, ids, *around))
         return found
 
     def save(self, folder: Path | str, vocabulary: Vocabulary | None = None) -> None:
