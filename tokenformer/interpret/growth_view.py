@@ -30,7 +30,7 @@ class Generation:
     norm_share: float
     """Its share of the norm that divides the scores."""
     dead: int
-    """Tokens that never fired."""
+    """Tokens that do less than a hundredth of an average token's work."""
     frequency: float
     """The mean share of positions at which a token of it fires; dead tokens count."""
     selectivity: float

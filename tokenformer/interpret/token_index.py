@@ -29,6 +29,7 @@ from tokenformer.interpret.vocabulary import Vocabulary
 FORMAT = "tokenformer-index-1"
 TENSORS, TABLE, SUMMARY = "index.safetensors", "tokens.parquet", "index.json"
 SAMPLES, NUMBERS = "samples", "sample_numbers"
+DEAD = 0.01
 BEFORE, AFTER = 40, 16
 """Token ids of a context around the position that fired."""
 
@@ -111,8 +112,8 @@ class LayerIndex:
 
     @property
     def dead(self) -> Tensor:
-        """Tokens that never fired, [n] bool."""
-        return self.fired == 0
+        """Tokens that do less than a hundredth of an average token's work, [n] bool."""
+        return self.work < DEAD / len(self)
 
     def tensors(self) -> dict[str, Tensor]:
         names = [field.name for field in fields(self) if field.name != "positions"]

@@ -26,6 +26,7 @@ class Vocabulary:
     def __init__(self, tokenizer: Any = None) -> None:
         self.tokenizer = tokenizer
         self.labels: dict[int, str] = {}
+        self.texts: dict[int, str] = {}
 
     def decode(self, ids: "Sequence[int]") -> str:
         if self.tokenizer is None:
@@ -44,13 +45,18 @@ class Vocabulary:
         pieces, waiting = list[str](), list[int]()
         for each in ids:
             waiting.append(int(each))
-            text = self.decode(waiting)
+            text = self.single(waiting[0]) if len(waiting) == 1 else self.decode(waiting)
             incomplete = text.endswith(REPLACEMENT) and len(waiting) < LONGEST_CHARACTER
             pieces.append("" if incomplete else text)
             waiting = waiting if incomplete else []
         if waiting:
             pieces[-1] = REPLACEMENT
         return pieces
+
+    def single(self, index: int) -> str:
+        if index not in self.texts:
+            self.texts[index] = self.decode([index])
+        return self.texts[index]
 
     def label(self, index: int) -> str:
         """Return one id as text, with escapes for bytes that are no character and for white space
