@@ -231,7 +231,7 @@ def make_index(
     show: ShowProgress,
 ) -> "TokenIndex":
     """Return the index, finished by an earlier call if it is of the same model and inputs."""
-    from tokenformer.interpret.index_tokens import fingerprint, index_tokens
+    from tokenformer.interpret.index_tokens import fingerprint, index_tokens, progress_folder
     from tokenformer.interpret.token_index import TokenIndex
 
     if exists(folder):
@@ -241,6 +241,7 @@ def make_index(
             found = index.summary
             kept = next(iter(index.layers.values())).top_weights.shape[1]
             if same == (found.model, found.batches, found.samples, found.threshold, kept):
+                shutil.rmtree(progress_folder(folder), ignore_errors=True)
                 return index
         except DataError:
             pass

@@ -250,6 +250,11 @@ def relations(name: str, found: Ranked) -> dict[str, Tensor]:
     return {name: found.ids, f"{name}_by": found.scores}
 
 
+def progress_folder(out: Path) -> Path:
+    """Return the folder beside an index that holds the progress of making it."""
+    return out.with_name(f".{out.name}.progress")
+
+
 class SavedProgress(AbstractContextManager["SavedProgress"]):
     """The state of a run on disk, beside the folder of its index."""
 
@@ -257,7 +262,7 @@ class SavedProgress(AbstractContextManager["SavedProgress"]):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise InputError(f"{out} already exists; name a new folder for the index")
         self.run, self.out, self.seconds = run, out, seconds
-        self.folder = out.with_name(f".{out.name}.progress")
+        self.folder = progress_folder(out)
         self.saved = time.monotonic()
 
     def __enter__(self) -> "SavedProgress":

@@ -85,7 +85,7 @@ class LayerIndex:
     @property
     def frequency(self) -> Tensor:
         """Share of the positions at which the token fires."""
-        return self.fired / max(1, self.positions)
+        return self.fired.double() / max(1, self.positions)
 
     @property
     def mean_weight(self) -> Tensor:

@@ -11,17 +11,19 @@ async function examples(which) {
   return el("div", { class: "examples" }, el("div", { class: "titles" }, el("h1", {}, "Score map of an example"), tabs), scoreMap(example));
 }
 
-function scoreMap(example) {
+/* `view` keeps the chosen position and layer. */
+function scoreMap(example, view = {}) {
   const detail = el("div", { class: "detail", role: "status" });
   const walk = TF.site.image ? imageWalk(example, (i) => choose(i)) : textWalk(example.texts, null, (i) => choose(i));
   const layerNames = example.layers.map(([name]) => name);
-  let layer = layerNames.findLast((name) => name.endsWith("ffn")) || layerNames[0];
+  let layer = view.layer || layerNames.findLast((name) => name.endsWith("ffn")) || layerNames[0];
   const maps = el("div", { class: "maps" });
-  const select = el("select", { "aria-label": "Layer of the map", onchange: () => { layer = select.value; drawMaps(); } },
+  const select = el("select", { "aria-label": "Layer of the map", onchange: () => { layer = view.layer = select.value; drawMaps(); } },
     layerNames.map((name) => el("option", { value: name, selected: name === layer }, `${name} (${layerTitle(name)})`)));
 
   function choose(i) {
     walk.mark(i);
+    view.position = i;
     const rows = example.positions[i];
     detail.replaceChildren(
       el("h3", {}, TF.site.image ? positionName(i) : ["At ", el("mark", { class: "fired", "--level": 6 }, visible(example.texts[i])), ` (position ${i + 1})`]),
@@ -41,7 +43,7 @@ function scoreMap(example) {
   }
 
   drawMaps();
-  choose(Math.min(example.positions.length - 1, 12));
+  choose(Math.min(example.positions.length - 1, view.position ?? 12));
   const classes = example.classes ? el("p", { class: "hint" }, "predicted ", example.classes.map(([word, p]) => [el("span", { class: "chip" }, word), ` ${percent(p)} `])) : null;
   return el("div", { class: "columns" },
     el("section", { class: "card follow" }, el("h2", {}, TF.site.image ? "Choose a patch" : "Choose a position"), walk.element, classes, detail),

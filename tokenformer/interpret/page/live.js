@@ -1,7 +1,7 @@
 "use strict";
 
 /* The live view: a text of your own, tokens to switch off, and what changes. */
-const LIVE = { text: null, off: new Set(), running: 0 };
+const LIVE = { text: null, off: new Set(), running: 0, view: {} };
 
 async function ask(path, body) {
   const response = await fetch(path, {
@@ -50,7 +50,7 @@ function livePage() {
       if (mine !== LIVE.running) return;
       status.textContent = `${answer.texts.length} positions`;
       const focused = document.activeElement?.classList.contains("walk");
-      result.replaceChildren(comparison(answer), withButtons(scoreMap(answer)));
+      result.replaceChildren(comparison(answer), withButtons(scoreMap(answer, LIVE.view)));
       if (focused) result.querySelector(".walk").focus();
     } catch (error) {
       if (mine === LIVE.running) status.textContent = error.message;
@@ -91,9 +91,9 @@ function comparison(answer) {
   const rows = answer.runs.map((run, i) => {
     const change = run.loss === null || i === 0 ? null : run.loss - reference.loss;
     return el("tr", {}, el("th", { scope: "row" }, run.name),
-      el("td", { class: "figure" }, run.loss === null ? "–" : run.loss.toFixed(3),
+      el("td", { class: "figure", "data-label": "loss" }, run.loss === null ? "–" : run.loss.toFixed(3),
         change === null ? null : el("small", { class: change > 0 ? "worse" : "better" }, ` ${change >= 0 ? "+" : "−"}${Math.abs(change).toFixed(3)}`)),
-      el("td", { class: "figure" }, run.loss === null ? "–" : (run.loss / Math.LN2).toFixed(2)),
+      el("td", { class: "figure", "data-label": "bits per token" }, run.loss === null ? "–" : (run.loss / Math.LN2).toFixed(2)),
       el("td", {}, el("p", { class: "context", "data-run": i }, i === 0 ? run.continuation : differing(reference.continuation, run.continuation))));
   });
   return el("section", { class: "card" }, el("h2", {}, "What changes"),

@@ -27,7 +27,7 @@ async function tokenPage(layer, n) {
         token.promoted.length ? lens(token) : null,
         card("Weights", histogram(token.histogram, site.threshold),
           el("p", { class: "hint" }, "Positions by weight, on a logarithmic scale. Bright bars are where it fires.")),
-        card("Similar tokens", el("div", { class: "pair" },
+        card("Similar tokens", el("div", { class: "likes" },
           await alike("by key: they fire at similar inputs", layer, token.likeKey),
           await alike("by value: they add similar outputs", layer, token.likeValue))))));
 }
