@@ -135,6 +135,7 @@ def test_a_classifier_is_explored_on_images(tmp_path, capsys, monkeypatch):
     assert context[3][context[2]] == "9" or context[0] < max(
         row[0] for row in piece(site, "tokens-0.ffn-0")[0]["contexts"]
     )
+    assert piece(site, "table-0.ffn")["tops"][0] == context[1:]
     images = piece(site, "images-0")
     assert len(images) <= 20
     assert len(piece(site, "example-0")["classes"]) == 3

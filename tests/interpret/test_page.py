@@ -105,7 +105,8 @@ def test_search_sort_and_open_a_token_from_disk(page, folder):
     expected = contexts[0].before + contexts[0].fired + contexts[0].after
     assert shown[0].replace("↵", "").split() == expected.split()
     assert page.run("return document.querySelectorAll('.contexts mark.fired').length") == len(shown)
-    promoted = index.layers["1.ffn"].promoted[7].tolist()
+    layer = index.layers["1.ffn"]
+    promoted = layer.promoted[7][layer.promoted_by[7] > 0].tolist()
     words = [Vocabulary(byte_tokenizer()).label(n) for n in promoted]
     assert [text.replace("␣", " ") for text in page.texts(".lens.up .chip")] == words
     page.run("history.back()")

@@ -28,7 +28,7 @@ LEVELS = 9
 CURVE = 33
 """Points of the curve of how work is spread over the tokens of a layer."""
 SNIPPET_BEFORE, SNIPPET_AFTER = 22, 12
-CLEAREST = 12
+CLEAREST, TABLE_WORDS = 12, 4
 EXAMPLE_TOKENS, POSITION_TOKENS = 12, 8
 PREDICTIONS = 3
 
@@ -109,12 +109,18 @@ class SiteData:
             **{key: [short(value) for value in column.tolist()] for key, column in columns.items()},
             "age": layer.ages.tolist(),
             "dead": layer.dead.int().tolist(),
-            "words": [self.words(row[:4]) for row in layer.promoted.tolist()],
+            "words": [self.table_words(name, n) for n in range(len(layer))],
             "snippets": [self.snippet(name, n) for n in range(len(layer))],
+            **({} if self.is_text else {"tops": [self.top(name, n) for n in range(len(layer))]}),
         }
 
     def words(self, ids: list[int]) -> list[str]:
         return [self.index.word(each, self.vocabulary) for each in ids]
+
+    def top(self, name: str, number: int) -> list[Any] | None:
+        """Return where a token fires most in images: the sample, the patch, and all levels."""
+        found = self.contexts(name, number)
+        return found[0][1:] if found else None
 
     def snippet(self, name: str, number: int) -> list[str]:
         """Return the strongest context of a token, short: before, fired and after."""
@@ -152,15 +158,18 @@ class SiteData:
             label = kind[0][0] if kind else number
             if seen[label] < 1 and seen[name, "layer"] < 4:  # not the same again
                 seen.update([label, (name, "layer")])
-                chosen.append(
-                    [name, number, self.snippet(name, number), self.table_words(name, number)]
-                )
+                top = None if self.is_text else self.top(name, number)
+                words = self.table_words(name, number)
+                chosen.append([name, number, self.snippet(name, number), words, top])
             if len(chosen) == CLEAREST:
                 break
         return chosen
 
     def table_words(self, name: str, number: int) -> list[str]:
-        return self.words(self.index.layers[name].promoted[number, :4].tolist())
+        """Return the first words that a token promotes."""
+        layer = self.index.layers[name]
+        rises = layer.promoted_by[number] > 0
+        return self.words(layer.promoted[number][rises][:TABLE_WORDS].tolist())
 
     def details(self, name: str) -> Iterator[list[dict[str, Any]]]:
         """Yield the details of the tokens of a layer, `CHUNK` at a time."""

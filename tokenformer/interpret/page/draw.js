@@ -97,6 +97,15 @@ function picture(bytes, digits, fired, label) {
     canvas, el("span", { class: "patches", "aria-hidden": "true" }, cells));
 }
 
+/* The strongest context of a token of an image classifier, loaded when it is drawn. */
+function thumbnail(top) {
+  if (!top) return null;
+  const [row, position, digits] = top;
+  const place = el("span", { class: "thumb" });
+  TF.image(row).then((bytes) => place.replaceChildren(picture(bytes, digits, position, `image ${row}, patch ${position}`)), () => {});
+  return place;
+}
+
 /* A small area chart of values from 0 to 1. */
 function spark(values, label) {
   const points = values.map((v, i) => `${(100 * i) / (values.length - 1)},${40 - 38 * v}`).join(" ");

@@ -25,13 +25,15 @@ function scoreMap(example, view = {}) {
     walk.mark(i);
     view.position = i;
     const rows = example.positions[i];
-    detail.replaceChildren(
+    const children = [
       el("h3", {}, TF.site.image ? positionName(i) : ["At ", el("mark", { class: "fired", "--level": 6 }, visible(example.texts[i])), ` (position ${i + 1})`]),
       example.next ? el("p", { class: "hint" }, "predicts ", example.next[i].map(([word, p]) => [el("span", { class: "chip" }, visible(word)), ` ${percent(p)} `])) : null,
       el("p", { class: "hint" }, "Tokens with the largest share of their layer's work here:"),
       el("ul", { class: "alike" }, rows.map(([name, n, weight, share]) => el("li", {},
         el("a", { href: link(name, n) }, el("span", { class: "name" }, `${name}.${n}`)), meter(share, percent(share)),
-        el("span", { class: "figure", title: "share of the layer's work" }, percent(share)), el("span", { class: "figure", title: "weight" }, number(weight))))));
+        el("span", { class: "figure", title: "share of the layer's work" }, percent(share)), el("span", { class: "figure", title: "weight" }, number(weight))))),
+    ];
+    detail.replaceChildren(...children.filter(Boolean));
   }
 
   function drawMaps() {

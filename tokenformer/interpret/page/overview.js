@@ -34,8 +34,8 @@ function clearest(site) {
   return card("The clearest tokens",
     el("p", { class: "hint" }, site.image ? "Selective tokens, and the classes that their values promote."
       : "Selective tokens that fire at the same text again and again. The words after the arrow are what the value of a token promotes."),
-    el("ul", { class: "clearest" }, site.clearest.map(([layer, n, parts, words]) => el("li", {},
-      el("a", { href: link(layer, n) }, el("span", { class: "name" }, `${layer}.${n}`), snippet(parts),
+    el("ul", { class: "clearest" }, site.clearest.map(([layer, n, parts, words, top]) => el("li", {},
+      el("a", { href: link(layer, n) }, el("span", { class: "name" }, `${layer}.${n}`), snippet(parts), thumbnail(top),
         words.length ? el("span", { class: "leads" }, el("span", { "aria-label": "promotes" }, "→ "), chips(words)) : null)))));
 }
 

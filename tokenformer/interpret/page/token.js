@@ -53,7 +53,8 @@ function lens(token) {
     return el("div", {}, el("h3", {}, title), el("ul", { class: `lens ${kind}` }, rows.map(([word, score]) => el("li", {},
       el("span", { class: "chip" }, visible(word)), meter(Math.abs(score) / most, number(score)), el("span", { class: "figure" }, number(score))))));
   };
-  return card("Its value", el("div", { class: "pair" }, list("promotes", token.promoted, "up"), list("suppresses", token.suppressed, "down")),
+  return card("Its value", el("div", { class: "pair" }, list("promotes", token.promoted.filter(([, score]) => score > 0), "up"),
+    list("suppresses", token.suppressed.filter(([, score]) => score < 0), "down")),
     el("p", { class: "hint" }, "What the value adds to each logit through the final norm, up to the norm's scale."));
 }
 

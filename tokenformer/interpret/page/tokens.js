@@ -94,7 +94,7 @@ function drawToken(row, i) {
   const { layer, n, table } = row;
   return el("a", { class: "row", href: link(layer, n), role: "option", tabindex: "-1", id: `row-${i}` },
     el("span", { class: "name" }, ageDot(table.age[n]), `${layer}.${n}`),
-    el("span", { class: "what" }, snippet(table.snippets[n]), table.words[n].length ? chips(table.words[n]) : null),
+    el("span", { class: "what" }, snippet(table.snippets[n]), table.tops ? thumbnail(table.tops[n]) : null, table.words[n].length ? chips(table.words[n]) : null),
     COLUMNS.map(([key, title]) => {
       const value = table[key][n];
       const shown = key === "frequency" ? percent(value) : number(value);
