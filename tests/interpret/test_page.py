@@ -17,6 +17,7 @@ from tokenformer.cli import main
 from tokenformer.cli.serve import bind
 from tokenformer.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
 from tokenformer.interpret import TokenIndex, Vocabulary, continue_text, intervene
+from tokenformer.models.image_processing import TokenformerImageProcessor
 from tokenformer.serve.explorer import Explorer
 
 TEXT = "The [[quick]] brown fox & a <b>lazy</b> [[dog]] naïvely cost 5 €.\n" * 120
@@ -240,6 +241,41 @@ def test_a_list_as_long_as_the_largest_model(page, folder, tmp_path):
     search = page.find("#search")
     search.send_keys("1.ffn.34479")
     page.wait("document.querySelector('[role=status]').textContent === '1 token'")
+
+
+def test_the_page_of_a_classifier_shows_patches(page, tmp_path):
+    torch.manual_seed(0)
+    config = tokenformer.TokenformerVisionConfig(
+        image_size=8, patch_size=4, num_channels=1, num_labels=10, hidden_size=16,
+        num_hidden_layers=1, num_attention_heads=2, initializer_range=0.3,
+    )  # fmt: skip
+    tokenformer.TokenformerForImageClassification(config).save_pretrained(tmp_path / "digits")
+    TokenformerImageProcessor.for_size(8, 1).save_pretrained(tmp_path / "digits")
+    words = ["--images", "digits", "--sequences", "20", "--out", str(tmp_path / "site")]
+    main(["explore", str(tmp_path / "digits"), *words])
+    address = f"file://{tmp_path / 'site' / 'index.html'}"
+    index = TokenIndex.load(tmp_path / "site" / "index")
+    page.open(f"{address}#/token/0.ffn/3")
+    page.wait("document.querySelectorAll('.contexts canvas').length === 8")
+    pixels = page.run(
+        """const canvas = document.querySelector('.contexts canvas');
+        const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+        return [...data].filter((_, i) => i % 4 === 0)"""
+    )
+    layer = index.layers["0.ffn"]
+    assert pixels == index.sample(int(layer.top_samples[3, 0])).flatten().tolist()
+    fired = page.run(
+        """const cells = [...document.querySelector('.contexts .patches').children];
+        return cells.findIndex((e) => e.classList.contains('fired'))"""
+    )
+    assert fired == int(layer.top_positions[3, 0]) - 1, "the class token comes first; it has none"
+    page.open(f"{address}#/tokens")
+    page.wait("document.querySelectorAll('.row .thumb canvas').length > 5")
+    page.open(f"{address}#/examples/0")
+    walk = page.find(".walk")
+    walk.send_keys(DOWN)
+    assert walk.get_attribute("aria-valuetext") == "Patch in row 2, column 2"
+    assert "null" not in page.find("main").text
 
 
 def test_a_page_without_its_data_says_so(chromium, folder, tmp_path):

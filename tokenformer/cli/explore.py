@@ -1,6 +1,7 @@
 """`tokenformer explore`: a page that shows what each parameter token does."""
 
 import shutil
+import signal
 import sys
 import tempfile
 from contextlib import ExitStack, closing
@@ -98,6 +99,7 @@ def explore(
             earlier = None if other is None else load(other, verify=not no_verify)[0]
             explorer = Explorer(loaded, reader, out, earlier)
         assert listener is not None
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # to delete the temporary folder
         sys.stdout.write(f"Exploring {model} at {address(listener)}; press Ctrl-C to stop\n")
         sys.stdout.flush()
         explorer.run(listener)
