@@ -4,13 +4,17 @@ import json
 import multiprocessing
 import os
 import re
+import signal
+import subprocess
+import sys
+import urllib.request
 
 import pytest
 import torch
 
 import tokenformer
 from tests.support.growth import trained_tokenformer
-from tests.support.processes import LIMIT, START, wait_until
+from tests.support.processes import LIMIT, START, started, wait_until
 from tokenformer.cli import main
 from tokenformer.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
 from tokenformer.interpret import Token, TokenIndex, Vocabulary
@@ -167,3 +171,23 @@ def test_refusals_are_one_line_and_leave_nothing(home, capsys, arguments, messag
     assert error.count("\n") == 1
     assert message in error
     assert sorted(path.name for path in home.iterdir()) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_live_page_ends_at_once_and_leaves_nothing(home, name, tmp_path_factory):
+    """It can be stopped as soon as it says that it is up; its temporary page is deleted."""
+    temporary = tmp_path_factory.mktemp("temporary")
+    words = ["explore", "small", "--data", "data", *map(str, SMALL), "--serve", "--port", "0"]
+    command = [sys.executable, "-m", "tokenformer", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    with started(command, env=environment, **pipes) as process:
+        line = process.stdout.readline()
+        address = re.search(r"http://127\.0\.0\.1:\d+", line)[0]
+        with urllib.request.urlopen(f"{address}/data/site.js", timeout=60) as answer:
+            assert answer.read().startswith(b"TF.take(")
+        process.send_signal(getattr(signal, name))
+        _, error = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, error
+    assert list(temporary.iterdir()) == []

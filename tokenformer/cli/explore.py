@@ -4,7 +4,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from json import dumps, loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,9 +100,10 @@ def explore(
             explorer = Explorer(loaded, reader, out, earlier)
         assert listener is not None
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # to delete the temporary folder
-        sys.stdout.write(f"Exploring {model} at {address(listener)}; press Ctrl-C to stop\n")
-        sys.stdout.flush()
-        explorer.run(listener)
+        with suppress(KeyboardInterrupt):
+            sys.stdout.write(f"Exploring {model} at {address(listener)}; press Ctrl-C to stop\n")
+            sys.stdout.flush()
+            explorer.run(listener)
 
 
 def check_options(out: Path | None, serve: bool, before: str | None, **counts: int | None) -> None:

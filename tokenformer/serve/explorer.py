@@ -87,7 +87,7 @@ class Explorer:
 
     def run(self, listener: socket.socket) -> None:
         """Serve until interrupted."""
-        with suppress(KeyboardInterrupt), Server(listener, partial(Handler, self)) as server:
+        with Server(listener, partial(Handler, self)) as server:
             server.serve_forever(poll_interval=0.2)
 
     def live_piece(self) -> str:
