@@ -114,6 +114,20 @@ def test_search_sort_and_open_a_token_from_disk(page, folder):
     page.find("#search")
 
 
+def test_old_and_new_tokens_apart(page, folder):
+    page.open(from_disk(folder))
+    assert len(page.all(".ages tbody tr")) == 2, "the two layers that have grown"
+    page.open(f"{from_disk(folder)}#/tokens?layer=0.ffn&age=1")
+    page.wait(f"{STATUS} === '152 tokens'")
+    page.run(
+        """const select = document.querySelector('[aria-label=Age]');
+        select.value = '0';
+        select.dispatchEvent(new Event('change'))"""
+    )
+    page.wait(f"{STATUS} === '48 tokens'")
+    assert "age=0" in page.run("return location.hash")
+
+
 def test_the_list_is_worked_by_keys(page, folder):
     page.open(f"{from_disk(folder)}#/tokens?layer=0.ffn&sort=work")
     page.wait("document.querySelectorAll('.row').length > 5")

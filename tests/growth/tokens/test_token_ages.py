@@ -52,6 +52,14 @@ def test_pruned_tokens_keep_their_age(model):
     assert smaller.config.ages(*PLACE) == [int(row >= 96) for row in rows]
 
 
+def test_tokens_of_a_merged_adapter_count_as_one_more_growth(model):
+    peft = pytest.importorskip("peft")
+    grown, _ = tokenformer.grow(model, ffn_tokens=100)
+    adapter = tokenformer.TokenAdapterConfig(num_tokens=3, target_modules=["ffn"])
+    merged = peft.get_peft_model(grown, adapter).merge_and_unload()
+    assert merged.config.ages(*PLACE) == [0] * 96 + [1] * 4 + [2] * 3
+
+
 def test_ages_that_do_not_fit_are_refused(make_config):
     with pytest.raises(ValueError, match="has growths for 3 tokens; the layer has 44"):
         make_config("tokenformer", token_ages={"ffn": [[[3, 0]], None]})

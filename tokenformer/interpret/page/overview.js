@@ -62,9 +62,11 @@ function generations(site) {
     const parts = layer.ages.map(([age, n]) => [n / layer.tokens, age]);
     const work = layer.ages.map(([age, , share]) => [share, age]);
     const says = (list) => list.map(([share, age]) => `${ageName(age)} ${percent(share)}`).join(", ");
+    const selective = layer.ages.map(([age, , , selectivity]) => el("span", { class: "pairing" }, ageDot(age), number(selectivity)));
     return el("tr", {}, el("th", { scope: "row" }, el("a", { href: `#/tokens?layer=${layer.name}` }, layer.name)),
       el("td", {}, stacked(parts, says(parts))), el("td", {}, stacked(work, says(work))),
       el("td", { class: "figure" }, percent(work.filter(([, age]) => age).reduce((sum, [share]) => sum + share, 0))),
+      el("td", { class: "figure" }, selective),
       el("td", { class: "figure" }, percent(layer.ages.filter(([age]) => age).reduce((sum, row) => sum + row[4], 0)
         / layer.ages.filter(([age]) => age).reduce((sum, row) => sum + row[1], 0))));
   });
@@ -72,5 +74,5 @@ function generations(site) {
   return card("Old and new tokens",
     el("ul", { class: "legend" }, legend),
     el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Old and new tokens" }, el("table", { class: "ages" }, el("thead", {}, el("tr", {},
-      ["layer", "tokens", "work", "work of the new", "idle new"].map((t) => el("th", { scope: "col" }, t)))), el("tbody", {}, rows))));
+      ["layer", "tokens", "work", "work of the new", "selectivity", "idle new"].map((t) => el("th", { scope: "col" }, t)))), el("tbody", {}, rows))));
 }

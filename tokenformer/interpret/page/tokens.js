@@ -16,6 +16,7 @@ function tokens(query) {
   const state = {
     layer: query.get("layer") || (total > 200000 ? site.layers[0].name : ALL),
     text: query.get("q") || "",
+    age: query.get("age") || "",
     sort: query.get("sort") || "selectivity",
     up: query.get("up") === "1",
     rows: [], active: 0,
@@ -24,6 +25,8 @@ function tokens(query) {
   const search = el("input", { type: "search", placeholder: site.image ? "Search class or 2.ffn.8" : "Search text, promoted words, or 2.ffn.8", "aria-label": "Search tokens", value: state.text, id: "search" });
   const select = el("select", { "aria-label": "Layer" }, [ALL, ...site.layers.map((layer) => layer.name)].map((name) =>
     el("option", { value: name, selected: name === state.layer }, name === ALL ? name : `${name} (${layerTitle(name)})`)));
+  const age = site.ages.length > 1 ? el("select", { "aria-label": "Age" },
+    el("option", { value: "" }, "all ages"), site.ages.map((a) => el("option", { value: a, selected: String(a) === state.age }, ageName(a)))) : null;
   const heads = COLUMNS.map(([key, title, help]) => el("button", { type: "button", title: help, "data-key": key, onclick: () => sortBy(key) }, title));
   const list = virtualList((row, i) => drawToken(row, i), (row) => { location.hash = link(row.layer, row.n); });
   const head = el("div", { class: "head" }, el("span", { class: "name" }, "token"), el("span", { class: "what" }, site.image ? "promotes" : "fires at, promotes"), ...heads);
@@ -38,7 +41,8 @@ function tokens(query) {
     tables.forEach((table, t) => {
       const texts = haystacks(names[t], table);
       for (let n = 0; n < texts.length; n++) {
-        if (!wanted || texts[n].includes(wanted)) rows.push({ layer: names[t], n, table, value: table[state.sort][n] });
+        const matches = (!wanted || texts[n].includes(wanted)) && (!state.age || String(table.age[n]) === state.age);
+        if (matches) rows.push({ layer: names[t], n, table, value: table[state.sort][n] });
       }
     });
     rows.sort((a, b) => (state.up ? a.value - b.value : b.value - a.value));
@@ -61,6 +65,7 @@ function tokens(query) {
     const parts = new URLSearchParams();
     if (state.layer !== ALL) parts.set("layer", state.layer);
     if (state.text) parts.set("q", state.text);
+    if (state.age) parts.set("age", state.age);
     if (state.sort !== "selectivity") parts.set("sort", state.sort);
     if (state.up) parts.set("up", "1");
     const tail = parts.toString();
@@ -78,8 +83,9 @@ function tokens(query) {
     if (event.key === "ArrowDown") { event.preventDefault(); list.element.focus(); }
   });
   select.addEventListener("change", () => { state.layer = select.value; refresh(); });
+  age?.addEventListener("change", () => { state.age = age.value; refresh(); });
   const page = el("div", { class: "tokens" }, el("h1", {}, "Tokens"),
-    el("div", { class: "tools" }, search, select, status), el("div", { class: "table" }, head, list.element));
+    el("div", { class: "tools" }, search, select, age || "", status), el("div", { class: "table" }, head, list.element));
   refresh().catch(showError);
   return page;
 }
