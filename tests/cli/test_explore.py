@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,9 +33,20 @@ def home(tmp_path, make_config, capsys, monkeypatch):
     byte_tokenizer().save_pretrained(tmp_path / "small")
     (tmp_path / "text.txt").write_text(TEXT)
     main(["prepare", str(tmp_path / "text.txt"), "--out", str(tmp_path / "data")])
+    copy_with_other_tokenizer(tmp_path / "data", tmp_path / "other")
     capsys.readouterr()
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def copy_with_other_tokenizer(corpus, out):
+    """A corpus whose ids mean something else."""
+    shutil.copytree(corpus, out)
+    file = out / "tokenizer" / "tokenizer.json"
+    stored = json.loads(file.read_text())
+    vocabulary = stored["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(stored))
 
 
 def explore(*words):
@@ -56,7 +68,9 @@ def test_the_page_has_what_the_index_has(home, capsys):
     explore("small", "--data", "data", "--out", "site", *SMALL, "--examples", 2)
     assert "open site/index.html" in capsys.readouterr().out
     site = home / "site"
-    assert sorted(path.name for path in home.iterdir()) == ["data", "site", "small", "text.txt"]
+    assert sorted(path.name for path in home.iterdir()) == [
+        "data", "other", "site", "small", "text.txt",
+    ]  # fmt: skip
     index = TokenIndex.load(site / "index")
     overview = piece(site, "site")
     assert overview["model"] == "small"
@@ -156,6 +170,8 @@ def test_a_classifier_is_explored_on_images(tmp_path, capsys, monkeypatch):
         ("small --data small --out new", "holds no prepared corpus"),
         ("small --data data --split test --out new", "no split 'test'"),
         ("small --data data --length 99999 --out new", "needs 100000"),
+        ("small --data data --threshold 0 --out new", "--threshold 0.0 must be above 0"),
+        ("small --data other --out new", "prepare the text with the model's tokenizer"),
         ("small --data data --sequences 0 --out new", "--sequences 0"),
         ("small --data data --before small --out new", "--before small is for --serve"),
         ("small --serve --port 0 --out data", "--out data is not a page"),

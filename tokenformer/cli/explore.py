@@ -72,7 +72,9 @@ def explore(
     check_options(out, serve, before, sequences=sequences, length=length, contexts=contexts)
     if examples < 0:
         raise InputError(f"--examples {examples} must be 0 or more")
-    out = None if out is None else expand_user(out)
+    if not 0 < threshold < float("inf"):
+        raise InputError(f"--threshold {threshold} must be above 0")
+    out, data = (None if path is None else expand_user(path) for path in (out, data))
     source = resolve_folder(model)
     other = None if before is None else resolve_folder(before)
     check_samples(data, images)
@@ -85,9 +87,8 @@ def explore(
             if serve and exists(out):
                 check_site(out, loaded)
             else:
-                batches = read_inputs(
-                    data, images, source, loaded, sequences=sequences, length=length, split=split
-                )
+                options = sequences, length, split
+                batches = read_inputs(data, images, source, loaded, reader, *options)
                 name = public_title(model)
                 build(loaded, reader, name, batches, out, examples, contexts, threshold)
         if not serve:
@@ -145,12 +146,12 @@ def read_inputs(
     images: str | None,
     source: Path,
     model: Any,
-    *,
+    vocabulary: "Vocabulary",
     sequences: int,
     length: int | None,
     split: str | None,
 ) -> "list[Tensor]":
-    from tokenformer.data.corpus import Corpus
+    from tokenformer.data.corpus import open_corpus
     from tokenformer.models.configuration import VisionConfig
 
     if isinstance(model.config, VisionConfig):
@@ -159,7 +160,8 @@ def read_inputs(
         return read_image_samples(images, source, model, count=sequences)
     if data is None or images is not None:
         raise InputError(f"{source} is a language model; use --data FOLDER")
-    found = split or ("validation" if "validation" in Corpus(data).splits else "train")
+    splits = open_corpus(data, vocabulary.tokenizer, model.config.vocab_size).splits
+    found = split or ("validation" if "validation" in splits else "train")
     return read_samples(
         data,
         split=found,
