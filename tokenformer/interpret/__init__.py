@@ -18,6 +18,7 @@ from tokenformer.interpret.index_tokens import index_tokens
 from tokenformer.interpret.intervention import Effect, continue_text, edit, effect, intervene
 from tokenformer.interpret.score_map import ScoreMap, ScoreMaps, direct_effects, score_maps
 from tokenformer.interpret.score_plot import plot_patches, plot_scores, write_scores
+from tokenformer.interpret.task_measure import on_tasks
 from tokenformer.interpret.token_index import Context, LayerIndex, TokenIndex
 from tokenformer.interpret.token_name import Token
 from tokenformer.interpret.vocabulary import Vocabulary
@@ -44,6 +45,7 @@ __all__ = [
     "growth_view",
     "index_tokens",
     "intervene",
+    "on_tasks",
     "plot_growth",
     "plot_patches",
     "plot_scores",
