@@ -160,7 +160,8 @@ def test_walking_through_an_example(page, folder):
     walk.send_keys(HOME, RIGHT, RIGHT)
     assert walk.get_attribute("aria-valuenow") == "3"
     names = page.texts(".detail .alike .name")
-    assert names == [f"{layer}.{n}" for layer, n, *_ in example["positions"][2]]
+    rows = [*example["effects"][2], *example["positions"][2]]
+    assert names == [f"{layer}.{n}" for layer, n, *_ in rows]
     page.all(".piece")[5].click()
     assert walk.get_attribute("aria-valuenow") == "6"
     assert len(page.all(".map")) == 12

@@ -13,7 +13,7 @@ from tokenformer.cli import main
 from tokenformer.cli.serve import bind
 from tokenformer.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
 from tokenformer.errors import InputError
-from tokenformer.interpret import Vocabulary, intervene, score_maps
+from tokenformer.interpret import Vocabulary, direct_effects, intervene, score_maps
 from tokenformer.serve.explorer import MAX_BODY, Explorer
 
 JSON = {"Content-Type": "application/json"}
@@ -96,11 +96,18 @@ def test_an_answer_is_that_of_the_model(ask, explorer):
         loss = model(input_ids=ids, labels=ids).loss.item()
         with intervene(model, off=off):
             changed = model(input_ids=ids, labels=ids).loss.item()
-            weights = score_maps(model, ids)["0.ffn"].weights[0, 4]
+            maps = score_maps(model, ids)
+            likely = model(input_ids=ids).logits.argmax(-1)
+            effects = direct_effects(model, maps, likely)
+    weights = maps["0.ffn"].weights[0, 4]
     assert [run["loss"] for run in answer["runs"]] == pytest.approx([loss, changed], abs=1e-5)
     rows = [row for row in answer["positions"][4] if row[0] == "0.ffn"]
     for _, number, weight, _ in rows:
         assert weight == pytest.approx(weights[number].item(), rel=0.01, abs=1e-3)
+    best = max(effect[0, 4].max().item() for effect in effects.values())
+    layer, number, effect = answer["effects"][4][0]
+    assert effect == pytest.approx(best, rel=0.01)
+    assert effects[layer][0, 4, number].item() == pytest.approx(best, rel=0.01)
 
 
 @pytest.mark.parametrize(

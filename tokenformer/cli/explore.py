@@ -192,7 +192,7 @@ def build(
     from rich.console import Console
 
     from tokenformer.interpret.context_weights import context_weights
-    from tokenformer.interpret.score_map import score_maps
+    from tokenformer.interpret.score_map import direct_effects, score_maps
     from tokenformer.interpret.site import write_site
     from tokenformer.interpret.site_data import SiteData
 
@@ -214,7 +214,11 @@ def build(
             for number in chosen:
                 inputs = samples[number : number + 1].to(model.device)
                 found = score_maps(model, inputs)
-                maps.append((found, model(**{model.main_input_name: inputs}).logits))
+                logits = model(**{model.main_input_name: inputs}).logits
+                effects = None
+                if site.is_text:
+                    effects = direct_effects(model, found, logits.argmax(-1))
+                maps.append((found, logits, effects))
         write_site(folder, site, maps, lambda done, total: show("writing the page", done, total))
         shutil.copytree(kept, folder / INDEX)
     shutil.rmtree(kept, ignore_errors=True)

@@ -35,7 +35,7 @@ class ScoreMap:
     layer: str
     scores: Tensor  # [B, T, n]
     weights: Tensor  # [B, T, n]
-    values: Tensor  # [n, d_out]
+    values: Tensor  # [n, d_out]; where the dtypes agree the layer's own, not a copy
 
     @property
     def contributions(self) -> Tensor:

@@ -1,13 +1,13 @@
 """The static site of a model: what each token does, as pages that open from disk.
 
-    write_site(folder, data, maps, logits)
+    write_site(folder, data, examples)
 
 The folder gets `index.html` with its scripts and style, and the data in pieces (`site_data.py`).
 Nothing is loaded from the network.
 """
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -23,7 +23,7 @@ DATA = "data"
 def write_site(
     folder: Path,
     data: SiteData,
-    examples: Sequence[tuple[ScoreMaps, Tensor]] = (),
+    examples: Sequence[tuple[ScoreMaps, Tensor, Mapping[str, Tensor] | None]] = (),
     on_piece: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write the site to an empty folder.
@@ -31,7 +31,8 @@ def write_site(
     Args:
         folder: an existing folder.
         data: the pieces of the index.
-        examples: score maps of batches of inputs, with their logits.
+        examples: score maps of batches of inputs, with their logits and, of texts, the direct
+            effects on the most likely ones.
         on_piece: called with the number of layers that are written and of all.
     """
     for path in PAGE.iterdir():
@@ -43,9 +44,9 @@ def write_site(
         (pieces / f"{name}.js").write_text(script(name, value), encoding="ascii")
 
     count = 0
-    for maps, logits in examples:
+    for maps, logits, effects in examples:
         for sample in range(len(maps.inputs)):
-            write(f"example-{count}", data.example(maps, sample, logits))
+            write(f"example-{count}", data.example(maps, sample, logits, effects))
             count += 1
     layers = data.index.layers
     for done, name in enumerate(layers, 1):

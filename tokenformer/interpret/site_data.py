@@ -8,7 +8,7 @@ import base64
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +30,7 @@ CURVE = 33
 SNIPPET_BEFORE, SNIPPET_AFTER = 22, 12
 CLEAREST, TABLE_WORDS = 12, 4
 EXAMPLE_TOKENS, POSITION_TOKENS = 12, 8
-PREDICTIONS = 3
+PREDICTIONS, EFFECTS = 3, 6
 
 Runs = list[tuple[str, int]]
 """A text in parts of one level each; of the part that fired, the level is 10 higher."""
@@ -221,8 +221,15 @@ class SiteData:
         for part in self.index.samples.split(CHUNK):
             yield [base64.b64encode(each.numpy().tobytes()).decode() for each in part]
 
-    def example(self, maps: ScoreMaps, sample: int, logits: Tensor | None) -> dict[str, Any]:
-        """The score maps of one input: the strongest tokens of each layer, and at each position."""
+    def example(
+        self,
+        maps: ScoreMaps,
+        sample: int,
+        logits: Tensor,
+        effects: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Any]:
+        """The score maps of one input: the strongest tokens of each layer, and at each position.
+        `effects` are the direct effects on the most likely logit of each position of a text."""
         if self.is_text:
             ids = maps.inputs[sample].tolist()
             groups, texts = grouped(ids, self.vocabulary)
@@ -247,18 +254,19 @@ class SiteData:
             "layers": layers,
             "positions": [self.at_position(fired, group[-1]) for group in groups],
         }
-        if logits is not None and self.is_text:
+        if self.is_text:
             found["next"] = [
                 predictions(logits[sample, group[-1]], self.vocabulary) for group in groups
             ]
+        if effects is not None:
+            found["effects"] = [largest_effects(effects, sample, group[-1]) for group in groups]
         if not self.is_text:
             found["image"] = image_bytes(maps.inputs[sample])
-            if logits is not None:
-                best_classes = logits[sample].float().softmax(-1).topk(min(3, logits.shape[-1]))
-                pairs = zip(*(each.tolist() for each in reversed(best_classes)), strict=True)
-                found["classes"] = [
-                    [self.index.word(each, self.vocabulary), short(p)] for each, p in pairs
-                ]
+            best_classes = logits[sample].float().softmax(-1).topk(min(3, logits.shape[-1]))
+            pairs = zip(*(each.tolist() for each in reversed(best_classes)), strict=True)
+            found["classes"] = [
+                [self.index.word(each, self.vocabulary), short(p)] for each, p in pairs
+            ]
         return found
 
     def at_position(
@@ -271,6 +279,16 @@ class SiteData:
             for share, number in zip(best.values.tolist(), best.indices.tolist(), strict=True):
                 rows.append([name, number, short(weights[position, number].item()), short(share)])
         return sorted(rows, key=lambda row: -row[3])[:POSITION_TOKENS]
+
+
+def largest_effects(effects: Mapping[str, Tensor], sample: int, position: int) -> list[list[Any]]:
+    """Return the tokens that raise the logit most at a position: layer, number and effect."""
+    rows = []
+    for name, effect in effects.items():
+        best = effect[sample, position].topk(min(EFFECTS, effect.shape[-1]))
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        rows += [[name, number, short(value)] for number, value in pairs if value > 0]
+    return sorted(rows, key=lambda row: -row[2])[:EFFECTS]
 
 
 def short(value: float) -> float:

@@ -22,7 +22,7 @@ from torch import Tensor
 from tokenformer.errors import InputError, TokenformerError
 from tokenformer.interpret.behavior import Behavior
 from tokenformer.interpret.intervention import intervene
-from tokenformer.interpret.score_map import score_maps
+from tokenformer.interpret.score_map import direct_effects, score_maps
 from tokenformer.interpret.site_data import SiteData, script
 from tokenformer.interpret.token_index import TokenIndex
 from tokenformer.interpret.token_name import check_tokens, named_layers
@@ -108,12 +108,13 @@ class Explorer:
             with intervene(self.model, off=tokens):
                 maps = score_maps(self.model, ids)
                 logits = self.model(input_ids=ids, use_cache=False).logits
+                effects = direct_effects(self.model, maps, logits.argmax(-1))
                 changed = self.measure("switched off", self.model, ids) if tokens else None
             runs = [self.measure("all tokens on", self.model, ids)]
             runs += [changed] if changed else []
             if self.earlier is not None:
                 runs.append(self.measure("before growth", self.earlier, ids))
-        return {**self.data.example(maps, 0, logits), "runs": runs}
+        return {**self.data.example(maps, 0, logits, effects), "runs": runs}
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.vocabulary.tokenizer(text, add_special_tokens=False, verbose=False)[

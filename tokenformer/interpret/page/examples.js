@@ -28,6 +28,8 @@ function scoreMap(example, view = {}) {
     const children = [
       el("h3", {}, TF.site.image ? positionName(i) : ["At ", el("mark", { class: "fired", "--level": 6 }, visible(example.texts[i])), ` (position ${i + 1})`]),
       example.next ? el("p", { class: "hint" }, "predicts ", example.next[i].map(([word, p]) => [el("span", { class: "chip" }, visible(word)), ` ${percent(p)} `])) : null,
+      example.effects?.[i].length ? el("div", { class: "raises" }, el("p", { class: "hint" }, "Tokens that raise the logit of ", el("span", { class: "chip" }, visible(example.next[i][0][0])), " most, directly:"),
+        raised(example.effects[i])) : null,
       el("p", { class: "hint" }, "Tokens with the largest share of their layer's work here:"),
       el("ul", { class: "alike" }, rows.map(([name, n, weight, share]) => el("li", {},
         el("a", { href: link(name, n) }, el("span", { class: "name" }, `${name}.${n}`)), meter(share, percent(share)),
@@ -50,6 +52,12 @@ function scoreMap(example, view = {}) {
   return el("div", { class: "columns" },
     el("section", { class: "card follow" }, el("h2", {}, TF.site.image ? "Choose a patch" : "Choose a position"), walk.element, classes, detail),
     el("section", { class: "card" }, el("div", { class: "titles" }, el("h2", {}, "Strongest tokens"), select), maps));
+}
+
+function raised(rows) {
+  return el("ul", { class: "alike" }, rows.map(([name, n, effect]) => el("li", {},
+    el("a", { href: link(name, n) }, el("span", { class: "name" }, `${name}.${n}`)), meter(effect / rows[0][2], number(effect)),
+    el("span", { class: "figure", title: "added to the logit" }, `+${number(effect)}`))));
 }
 
 function positionName(i) {
