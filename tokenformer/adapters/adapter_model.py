@@ -144,17 +144,20 @@ def pass_adapter_names(
 
 def config_of(model: nn.Module) -> TokenConfig:
     """Return the configuration of a model whose layers have other token counts than it says. All
-    layers keep their scales; the rates of tokens are those of before, 1 for the merged."""
+    layers keep their scales; the rates of tokens are those of before, 1 for the merged, which count
+    as added by one more growth."""
     config = cast(TokenConfig, model.config)
     layers = dict(token_layers(model).values())
     counts = {place: layer.num_tokens for place, layer in layers.items()}
     scales = {(projection, n): config.scale(projection, n) for projection, n in layers}
-    rates = {}
+    rates, ages = {}, {}
     for (projection, n), layer in layers.items():
+        known = config.ages(projection, n)
+        ages[projection, n] = known + [config.growths + 1] * (layer.num_tokens - len(known))
         if before := config.row_rates(projection, n):
             rates[projection, n] = [*before, *[1.0] * (layer.num_tokens - len(before))]
     return config_with_tokens(
-        config, counts, scales, learned_scale=config.learned_scale, rates=rates
+        config, counts, scales, learned_scale=config.learned_scale, rates=rates, ages=ages
     )
 
 
