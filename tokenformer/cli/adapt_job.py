@@ -190,13 +190,13 @@ def print_result(job: AdaptJob, run: "Run", *, as_json: bool) -> None:
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     table = new_table(["held out", "before", "after"])
-    for name in ("data", "keep"):
+    for name, title in (("data", "new data"), ("keep", "kept data")):
         if name in found:
             part = found[name]
             for metric, label in METRICS.items():
                 if metric in part["before"]:
                     numbers = (f"{part[when][metric]:.4f}" for when in ("before", "after"))
-                    table.add_row(f"{part['source']}: {label}", *numbers)
+                    table.add_row(f"{title}, {label}", *numbers)
     console.print(table)
     share = found["trained_parameters"] / found["parameters"]
     console.print(
