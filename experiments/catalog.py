@@ -19,7 +19,7 @@ PAPER = (
 """Folders with a table or figure of the paper."""
 BEYOND = ("tokens_or_width", "nanogpt", "pattention_mlp")
 """Folders with questions that users ask and the paper does not answer."""
-STUDIES = ("growth", "vision_growth", "conversion")
+STUDIES = ("growth", "vision_growth", "conversion", "adapters")
 """Folders with studies of results pages of their own; `make reproduce` leaves them out."""
 NAMES = (*PAPER, *BEYOND, *STUDIES)
 

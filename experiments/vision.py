@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from experiments.exhibit import Scale
 from experiments.job import Job, Result, Results, Summary
-from experiments.language import token_sizes
+from experiments.language import keep_model, token_sizes
 from experiments.sweep import Arm, tune
 from experiments.workspace import Workspace
 
@@ -213,6 +213,7 @@ class ImageRun(Job):
         }
         if self.growth:
             result |= self.growth_results(validated, folder)
+        keep_model(run.exported, workspace.model(self))
         shutil.rmtree(folder)
         return result
 

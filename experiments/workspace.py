@@ -21,9 +21,14 @@ SOURCES = {
     "fashion-mnist": "image/fashion-mnist",
     "tiny-imagenet": "image/tiny-imagenet",
     "zero-shot": "eval",
+    "captions": "image-text/flickr8k",
+    "questions": "eval",
 }
 """Data by name, and its path under TOKENFORMER_DATA; None for what every machine has."""
-STAND_INS = {"enwik8": slice(0, 40), "python": slice(40, 80)}
+CORPORA = {"enwik8", "python", "captions", "questions"}
+SPLIT = {"enwik8", "captions"}
+"""Corpora with a validation split of their own; of the others a twentieth is held out."""
+STAND_INS = {"enwik8": slice(0, 40), "python": slice(40, 80), "captions": slice(80, 100)}
 """Files of the standard library that stand in for a corpus at scale `smoke`."""
 
 
@@ -62,16 +67,26 @@ class Workspace:
 
         if "tiny-imagenet" in names and not self.small:
             save_images(source("tiny-imagenet"), self.folder / "data" / "tiny-imagenet")
-        for name in sorted(names & {"enwik8", "python"}):
-            if (self.corpus(name) / "index.json").exists():
-                continue
-            text = self.folder / "data" / f"{name}-text"
-            if self.small or name == "python":
-                copy_sources(text, STAND_INS[name] if self.small else slice(None))
-                options = PrepareOptions(str(text), validation=0.05)
-            else:
-                options = PrepareOptions(str(source(name)))
-            prepare(options, self.corpus(name))
+        for name in sorted(names & CORPORA):
+            if not (self.corpus(name) / "index.json").exists():
+                options = {} if name in SPLIT else {"validation": 0.05}
+                prepare(PrepareOptions(str(self.text(name)), **options), self.corpus(name))
+
+    def text(self, name: str) -> Path:
+        """Return the text of a corpus, written for it if it has no file of its own."""
+        if name == "enwik8" and not self.small:
+            return source(name)
+        from experiments.adapters.corpora import write_captions, write_questions
+
+        folder = self.folder / "data" / f"{name}-text"
+        shutil.rmtree(folder, ignore_errors=True)
+        if name == "questions":
+            write_questions(folder, None if self.small else source(name))
+        elif name == "captions" and not self.small:
+            write_captions(folder, source(name))
+        else:
+            copy_sources(folder, STAND_INS[name] if self.small else slice(None))
+        return folder
 
 
 def copy_sources(folder: Path, part: slice) -> None:

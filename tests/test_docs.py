@@ -20,7 +20,13 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OTHER_PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *ROOT.glob("*/README.md")]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # Commands that take long run for a few steps here; a slow test runs the whole demo.
-SHORTENED = {"demo": ["--steps", "2"], "serve": ["--port", "0"], "train": ["--max_steps", "2"]}
+SHORTENED = {
+    "adapt": ["--steps", "2"],
+    "demo": ["--steps", "2"],
+    "explore": ["--sequences", "8", "--length", "64", "--port", "0"],
+    "serve": ["--port", "0"],
+    "train": ["--max_steps", "2"],
+}
 SUBPROCESSES = {"serve", "prepare"}
 """Run in a new process: one is ended by a signal, the other starts processes."""
 
@@ -58,7 +64,7 @@ def test_commands_run(page, tmp_path, real_data, monkeypatch, capsys):
         arguments = command[1:] + SHORTENED.get(command[1], [])
         if "--tasks" in command:
             arguments += ["--limit", "2"]
-        in_subprocess = command[1] in SUBPROCESSES
+        in_subprocess = command[1] in SUBPROCESSES or "--serve" in command
         error = run_process(arguments) if in_subprocess else run_here(arguments, capsys)
         assert error is None, f"{' '.join(command)}\n{error}"
 
@@ -77,7 +83,8 @@ def run_process(arguments: list[str]) -> str | None:
     command = [sys.executable, "-m", "tokenformer", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with started(command, text=True, **pipes) as process:
-        if arguments[0] == "serve" and process.stdout.readline():  # the server is up
+        serves = arguments[0] == "serve" or "--serve" in arguments
+        if serves and process.stdout.readline():  # the server is up
             process.send_signal(signal.SIGINT)
         error = process.communicate(timeout=LIMIT)[1]
     return error if process.returncode else None
@@ -103,9 +110,11 @@ def test_site_navigation_lists_every_page_once():
 
 
 def test_api_reference_lists_every_public_name():
+    from tokenformer import interpret
+
     text = (ROOT / "docs" / "api.md").read_text()
     listed = re.findall(r"^::: tokenformer\.(?:[\w.]+\.)?(\w+)$", text, re.MULTILINE)
-    assert sorted(listed) == sorted(tokenformer.__all__)
+    assert sorted(listed) == sorted([*tokenformer.__all__, *interpret.__all__])
 
 
 def test_size_table_matches_the_presets():

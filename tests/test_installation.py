@@ -35,7 +35,7 @@ def test_every_extra_names_packages():
 
 
 @pytest.mark.slow
-def test_a_wheel_contains_the_recipes(tmp_path):
+def test_a_wheel_contains_the_recipes_and_the_page(tmp_path):
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     offline = ["--quiet", "--no-deps", "--no-index"]
     wheels, target = tmp_path / "wheels", tmp_path / "target"
@@ -45,6 +45,8 @@ def test_a_wheel_contains_the_recipes(tmp_path):
     packed = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
     recipes = {path.relative_to(ROOT) for path in (ROOT / "recipes").rglob("*.yaml")}
     assert {"tokenformer" / path for path in recipes} <= packed
+    page = {path.relative_to(ROOT) for path in (ROOT / "tokenformer/interpret/page").iterdir()}
+    assert {Path("tokenformer/interpret/page/index.html")} < page <= packed
 
     subprocess.run([*pip, "install", *offline, "--target", target, wheel], check=True)
     # -P keeps the working folder off the path; the target comes before the clone's site-packages.

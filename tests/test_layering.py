@@ -17,6 +17,7 @@ LAYERS = [
     "data",
     "train",
     "evaluate",
+    "interpret",
     "convert",
     "serve",
     "cli",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tokenformer.models.registration import register_when_imported
 
 if TYPE_CHECKING:
+    from tokenformer import interpret as interpret
     from tokenformer.adapters import TokenAdapterConfig
     from tokenformer.convert.pretrained.from_transformer import from_transformer
     from tokenformer.growth.grow import grow
@@ -107,7 +108,13 @@ __all__ = [
 ]
 
 
+_FOLDERS = ("interpret",)
+"""Parts of the package with a public interface of their own: `tokenformer.interpret.score_maps`."""
+
+
 def __getattr__(name: str) -> Any:
+    if name in _FOLDERS:
+        return importlib.import_module(f"tokenformer.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module 'tokenformer' has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULES[name]), name)

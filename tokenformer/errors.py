@@ -34,7 +34,7 @@ class TrainingError(TokenformerError):
 
 
 class AdapterError(TokenformerError, ValueError):
-    """An adapter that was trained on another base."""
+    """An adapter that cannot be used, for example because it was trained on another base."""
 
 
 class DivergedError(TrainingError):

@@ -1,11 +1,14 @@
 """Local paths and hub names that users give: tell them apart, check them, suggest corrections."""
 
 import difflib
+import re
 from functools import cache
 from pathlib import Path
 
-from tokenformer.errors import TokenformerError
+from tokenformer.errors import AdapterError, TokenformerError
 
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,99}")
 HUB_SECONDS = 10.0
 """Timeout of the request that checks a name on the hub."""
 
@@ -37,6 +40,30 @@ def exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):
         return False
+
+
+def find_adapter(name: str | Path) -> Path:
+    """Return the folder of an adapter, for it or for a run folder with `adapter` inside. Adapters
+    are local: a name is never looked up on the hub."""
+    path = expand_user(name)
+    if not exists(path):
+        raise AdapterError(f"the adapter {name} does not exist: {missing_message(name)}")
+    if not path.is_dir():
+        raise AdapterError(f"the adapter {name} is a file; give the folder that it is in")
+    for folder in (path, path / "adapter"):
+        if (folder / ADAPTER_CONFIG).is_file():
+            return folder
+    kind = "a model, not an adapter" if (path / "config.json").is_file() else "not an adapter"
+    raise AdapterError(f"{name} is {kind}: it has no {ADAPTER_CONFIG}")
+
+
+def check_adapter_name(name: str, source: str) -> None:
+    """Raise an error unless clients of a server can use the name of an adapter."""
+    if not ADAPTER_NAME.fullmatch(name):
+        raise AdapterError(
+            f"{source}: the name {name!r} must be 1 to 100 letters, digits or . _ : / -, and begin "
+            "with a letter or digit; give another as NAME=DIR"
+        )
 
 
 def missing_message(name: str | Path) -> str:

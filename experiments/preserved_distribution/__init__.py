@@ -260,8 +260,8 @@ def report(scale: Scale, results: Results) -> Findings:
         notes=[
             f"The claim holds if growing by zero keys changes the loss by less than {PRESERVED:g} "
             "bits per byte and all its seeds end below all seeds of both Net2Nets, and so reach "
-            "their losses earlier. If it keeps the loss and ends higher, this scale cannot tell unless "
-            "a TokenFormer that is large from the start ends lower than the small one. "
+            "their losses earlier. If it keeps the loss and ends higher, this scale cannot tell "
+            "unless a TokenFormer that is large from the start ends lower than the small one. "
             f"{lead} Net2Net has noise of {NOISE:.0%} on its "
             "replicas, which cancels at growth and lets them learn apart.",
             size_note(found, ends),

@@ -3,15 +3,8 @@ import torch
 
 pytest.importorskip("peft", reason="peft is not installed")
 
-from tokenformer import TokenformerConfig, TokenformerForCausalLM
-
-
-def make_base(seed: int = 0, **options: object) -> TokenformerForCausalLM:
-    torch.manual_seed(seed)
-    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    tokens = {"qkv_tokens": 12, "output_tokens": 12, "ffn_tokens": 24}
-    config = TokenformerConfig(**(sizes | tokens | options))
-    return TokenformerForCausalLM(config).eval()
+from tests.support.adapters import make_base
+from tokenformer import TokenformerForCausalLM
 
 
 @pytest.fixture

@@ -11,9 +11,10 @@ import torch
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 
-from tests.adapters.conftest import make_base
+from tests.support.adapters import make_base
 from tokenformer import TokenAdapterConfig, TokenformerForCausalLM, grow
 from tokenformer.adapters import TokenAdapterLayer
+from tokenformer.adapters.adapter_model import base_fingerprint
 from tokenformer.errors import AdapterError
 
 ALL = ["ffn", "q", "k", "v", "o"]
@@ -343,7 +344,20 @@ class TestFingerprint:
         model = adapted(base, modules_to_save=["norm"])
         model.load_adapter(tmp_path, adapter_name="second")
         prints = {config.base_fingerprint for config in model.peft_config.values()}
-        assert len(prints) == 1
+        assert len(prints) == 2  # the norm that the first one replaces is not part of its base
+        assert model.peft_config["second"].base_fingerprint == base_fingerprint(make_base())
+
+    def test_a_replaced_module_is_not_part_of_the_base(self, base, tmp_path):
+        adapted(base, modules_to_save=["norm"]).save_pretrained(tmp_path)
+        other = make_base()
+        with torch.no_grad():
+            other.model.norm.weight.add_(1)
+        PeftModel.from_pretrained(other, tmp_path)
+        with torch.no_grad():
+            other = make_base()
+            other.model.layers[0].ffn.key_tokens.add_(1)
+        with pytest.raises(AdapterError):
+            PeftModel.from_pretrained(other, tmp_path)
 
     def test_one_configuration_serves_several_bases(self):
         config = TokenAdapterConfig(num_tokens=2)

@@ -81,6 +81,20 @@ def test_benchmark_measures_every_implementation(name, tmp_path, capsys):
             plot.main([str(out)])
 
 
+def test_adapters(tmp_path):
+    pytest.importorskip("peft", reason="peft is not installed")
+    adapters = importlib.import_module("benchmarks.adapters")
+    out = tmp_path / "results.json"
+    options = f"{MODEL} --ffn_tokens 24 --adapter_tokens 4 --adapters 3 --batches 1 4 --rounds 1"
+    adapters.main([*options.split(), "--out", str(out)])
+    rows = json.loads(out.read_text())["adapters"]["rows"]
+    kinds = {"base", "one", "different"}
+    named = {f"{model}, {kind}" for model in ("tokens", "LoRA") for kind in kinds}
+    assert {row["name"] for row in rows} == named | {"tokens, base, eager"}
+    assert all(row["times_one"] == 1 for row in rows if row["name"].endswith("one"))
+    assert all(row["adapter_bytes"] > 0 for row in rows)
+
+
 def test_benchmark_runs_as_a_command(tmp_path):
     """`benchmarks.operator` does not shadow the standard library's `operator`."""
     out = tmp_path / "results.json"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.commands import error_line, run_command
 from tokenformer.cli import COMMANDS, USAGE, load, main
-from tokenformer.cli.parser import Arguments
+from tokenformer.cli.parser import Arguments, parse
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "laptop" / "text.yaml")
 HEAVY = "import sys; sys.exit(','.join({'torch', 'transformers', 'numpy'} & set(sys.modules)) or 0)"
@@ -36,7 +36,7 @@ def test_help_lists_every_command():
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["bogus"], "bogus is not a command; there are convert, demo,"),
+        (["bogus"], "bogus is not a command; there are adapt, convert, demo,"),
         (["generat"], "generat is not a command; did you mean generate?"),
         (["demo", "--stps", "3"], "--stps is not an option; did you mean --steps?"),
         (["demo", "--stps", "3", "--sed", "4"], "--stps is not an option; did you mean --steps?"),
@@ -77,8 +77,13 @@ def test_without_a_command_the_help_is_printed(capsys):
 @pytest.mark.parametrize(
     "words",
     [
+        "adapt runs/txt --data runs --out new",
+        "adapt runs/text --data runs/absent --out new",
         "generate runs/txt --prompt a",
         "generate runs/text --prompts absent",
+        "generate runs/text --prompt a --adapter runs/absent",
+        "serve runs/text --adapter a=runs/absent",
+        "evaluate runs/text --perplexity runs --adapter runs/text",
         "evaluate runs/txt --perplexity runs",
         "evaluate runs/text --perplexity absent",
         "evaluate runs/text --images runs/absent",
@@ -156,10 +161,29 @@ def test_version():
         (["--lengths=5"], ["--lengths=[5]"]),
         (["--lengths", "[1, 2]"], ["--lengths=[1, 2]"]),
         (["--lengths", "-1"], ["--lengths=[-1]"]),
+        (["--lengths", "1", "--json", "--lengths=2"], ["--lengths=[1,2]", "--json=true"]),
     ],
 )
 def test_flags_and_lists_may_be_written_as_people_write_them(given, spelled):
     assert Arguments(load(COMMANDS["inspect"]), given).words == spelled
+
+
+def test_lists_of_text_are_quoted_and_may_be_repeated():
+    given = [
+        "--adapter=a=x: y",
+        "model",
+        "--adapter",
+        "#b",
+        "--port",
+        "0",
+        "--adapter=null",
+        "--allowed_hosts",
+        "a,b",
+    ]
+    parsed = parse("serve", load(COMMANDS["serve"]), given, "")
+    assert list(parsed["adapter"]) == ["a=x: y", "#b", "null"]
+    assert list(parsed["allowed_hosts"]) == ["a", "b"]
+    assert parsed["port"] == 0
 
 
 @pytest.mark.parametrize(

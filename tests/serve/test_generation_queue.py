@@ -19,7 +19,7 @@ def test_the_end_of_text_is_not_counted(make_model, eos):
     inputs = {"input_ids": torch.tensor([[72, 105]])}
     config = GenerationConfig(do_sample=False, eos_token_id=eos, pad_token_id=0, max_new_tokens=3)
     config.stop, config.seed = [], None
-    answer = GenerationQueue(64).generate_non_streaming(
+    answer = GenerationQueue(model, 64).generate_non_streaming(
         model, byte_tokenizer(), inputs, config, "request"
     )
     assert asyncio.run(answer) == ("\0", 2, [])

@@ -111,6 +111,6 @@ def build_small_app(**limits: Any) -> tuple[Any, Any]:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     checked = Limits(**limits)
-    queue = GenerationQueue(64, checked.max_queue)
+    queue = GenerationQueue(model, 64, checked.max_queue, checked.max_batch)
     encoder = PromptEncoder(tokenizer, 64, checked)
     return build_app("tiny", model, tokenizer, queue, encoder, checked), encoder

@@ -39,6 +39,8 @@ class SampleAdapters(list[str]):
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__(names)
         self.tokens: dict[Any, dict[str, tuple[Tensor, ...]]] = {}
+        self.modules: list[nn.Module] = []
+        """The modules that take these names; found at first use."""
 
 
 class TokenAdapterLayer(nn.Module, BaseTunerLayer):
@@ -186,7 +188,8 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
         self, adapter_names: Sequence[str], dtype: torch.dtype
     ) -> dict[str, tuple[Tensor, ...]]:
         """Return by norm the keys [B, m, d_in] and values [B, m, d_out] of every sample, padded
-        with zeros, and for `own` norms the counts [B]."""
+        with zeros, and for `own` norms the counts [B]. If all samples have the same adapter, these
+        are its keys [m, d_in] and values [m, d_out]: one matrix product for all of them."""
         cache = getattr(adapter_names, "tokens", {}) if not torch.is_grad_enabled() else {}
         place = (id(self), dtype)
         if place in cache:
@@ -198,11 +201,11 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
                 for name in adapter_names
             ]
             if any(name is not None for name in names):
-                keys = pad_stack([self.token_adapter_keys[n] if n else None for n in names])
-                values = pad_stack([self.token_adapter_values[n] if n else None for n in names])
+                parts = self.token_adapter_keys, self.token_adapter_values
+                keys, values = (stack([part[n] if n else None for n in names]) for part in parts)
                 found[norm] = keys.to(dtype), values.to(dtype)
                 if norm == "own":
-                    most = keys.shape[1]  # for a sample without: zero values have no effect
+                    most = keys.shape[-2]  # for a sample without: zero values have no effect
                     counts = [self.token_adapter_keys[n].shape[0] if n else most for n in names]
                     found[norm] += (torch.tensor(counts, device=keys.device),)
         cache[place] = found
@@ -287,9 +290,12 @@ def set_tokens(layer: TokenLayer, keys: Tensor, values: Tensor) -> None:
         setattr(layer, name, nn.Parameter(tensor.clone(), requires_grad=trains))
 
 
-def pad_stack(parts: Sequence[Tensor | None]) -> Tensor:
-    """Return matrices with one width as [B, m, width], padded with zero rows; None is all zeros."""
+def stack(parts: Sequence[Tensor | None]) -> Tensor:
+    """Return matrices with one width as [B, m, width], padded with zero rows; None is all zeros.
+    If all are the same matrix, return it."""
     given = [part for part in parts if part is not None]
+    if len(given) == len(parts) and all(part is given[0] for part in given):
+        return given[0]
     most, width = max(part.shape[0] for part in given), given[0].shape[1]
     stacked = given[0].new_zeros(len(parts), most, width)
     for place, part in enumerate(parts):

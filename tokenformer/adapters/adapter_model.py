@@ -1,8 +1,7 @@
 """The tuner of token adapters: what peft calls to add, switch, merge and remove them."""
 
-import hashlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -20,6 +19,7 @@ from tokenformer.growth.tokens.token_counts import config_with_tokens
 from tokenformer.growth.tokens.token_set import token_layers
 from tokenformer.layers.quantized import QuantizedPattention
 from tokenformer.models.configuration import TokenConfig
+from tokenformer.models.fingerprint import fingerprint
 
 
 class TokenAdapterModel(BaseTuner):
@@ -96,6 +96,18 @@ class TokenAdapterModel(BaseTuner):
                 module.config = after
         return model
 
+    def modules_for(self, names: Sequence[str]) -> list[nn.Module]:
+        """Return the modules that take the names of a batch; raise for an unknown name."""
+        layers = self.adapter_layers()
+        known = {name for layer in layers for name in layer.token_adapter_keys}
+        if unknown := sorted(set(names) - known - {BASE}):
+            raise ValueError(
+                f"adapter_names: there is no adapter {unknown[0]!r}; there are "
+                f"{', '.join(sorted(known))}, and {BASE} for none"
+            )
+        saved = [m for m in self.modules() if isinstance(m, AuxiliaryTrainingWrapper)]
+        return [*layers, *saved]
+
     @contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Pass `adapter_names`, one per sample, to every adapted layer."""
@@ -107,19 +119,15 @@ class TokenAdapterModel(BaseTuner):
             raise ValueError("adapter_names is for inference; call model.eval() first")
         if not isinstance(adapter_names, list | tuple):
             raise TypeError(f"adapter_names must be a list of str, not {type(adapter_names)}")
-        layers = self.adapter_layers()
-        known = {name for layer in layers for name in layer.token_adapter_keys}
-        if unknown := sorted(set(adapter_names) - known - {BASE}):
-            raise ValueError(
-                f"adapter_names: there is no adapter {unknown[0]!r}; there are "
-                f"{', '.join(sorted(known))}, and {BASE} for none"
-            )
         beams = kwargs.get("num_beams") or 1
-        names = SampleAdapters(name for name in adapter_names for _ in range(beams))
+        names = adapter_names
+        if not isinstance(names, SampleAdapters) or beams > 1:
+            names = SampleAdapters(name for name in adapter_names for _ in range(beams))
+        if not names.modules:
+            names.modules = self.modules_for(names)
         hook = partial(pass_adapter_names, names)
-        saved = [m for m in self.modules() if isinstance(m, AuxiliaryTrainingWrapper)]
         handles = [
-            module.register_forward_pre_hook(hook, with_kwargs=True) for module in (*layers, *saved)
+            module.register_forward_pre_hook(hook, with_kwargs=True) for module in names.modules
         ]
         try:
             yield
@@ -136,17 +144,20 @@ def pass_adapter_names(
 
 def config_of(model: nn.Module) -> TokenConfig:
     """Return the configuration of a model whose layers have other token counts than it says. All
-    layers keep their scales; the rates of tokens are those of before, 1 for the merged."""
+    layers keep their scales; the rates of tokens are those of before, 1 for the merged, which count
+    as added by one more growth."""
     config = cast(TokenConfig, model.config)
     layers = dict(token_layers(model).values())
     counts = {place: layer.num_tokens for place, layer in layers.items()}
     scales = {(projection, n): config.scale(projection, n) for projection, n in layers}
-    rates = {}
+    rates, ages = {}, {}
     for (projection, n), layer in layers.items():
+        known = config.ages(projection, n)
+        ages[projection, n] = known + [config.growths + 1] * (layer.num_tokens - len(known))
         if before := config.row_rates(projection, n):
             rates[projection, n] = [*before, *[1.0] * (layer.num_tokens - len(before))]
     return config_with_tokens(
-        config, counts, scales, learned_scale=config.learned_scale, rates=rates
+        config, counts, scales, learned_scale=config.learned_scale, rates=rates, ages=ages
     )
 
 
@@ -157,7 +168,7 @@ QUANTIZED = "quantized"
 def check_base(config: TokenAdapterConfig, model: nn.Module) -> None:
     """Compare the base with the one that an adapter was trained on; a new adapter takes its
     fingerprint, also if the same configuration was used for another base before."""
-    found = fingerprint(model)
+    found = base_fingerprint(model, config.modules_to_save or ())
     expected = config.base_fingerprint
     if expected is None or getattr(config, "is_new", False):
         config.base_fingerprint = found
@@ -181,20 +192,24 @@ def check_base(config: TokenAdapterConfig, model: nn.Module) -> None:
     )
 
 
-@torch.no_grad()
-def fingerprint(model: nn.Module) -> str | None:
-    """Return a hash of the base's weights, rounded to bfloat16 so that a model and its copy in
-    bfloat16 agree; None if it has no data yet."""
+def base_fingerprint(model: nn.Module, replaced: Iterable[str] = ()) -> str | None:
+    """Return the fingerprint of the base's weights, without the modules that the adapter replaces,
+    such as the classifier of other classes. A model whose weights do not change may keep those it
+    had in `known_fingerprints`."""
+    known: dict[frozenset[str], str | None] = getattr(model, "known_fingerprints", {})
+    left_out = frozenset(replaced)
+    if left_out not in known:
+        known[left_out] = hash_base(model, left_out)
+    return known[left_out]
+
+
+def hash_base(model: nn.Module, left_out: frozenset[str]) -> str | None:
     if any(isinstance(module, QuantizedPattention) for module in model.modules()):
         return QUANTIZED
-    digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        if PREFIX in name or ".modules_to_save." in name:
-            continue
-        if parameter.is_meta:
-            return None
+    weights = {}
+    for name, parameter in model.named_parameters():
         own = name.replace(".base_layer", "").replace(".original_module", "")
-        digest.update(f"{own} {tuple(parameter.shape)}".encode())
-        rounded = parameter.detach().to("cpu", torch.bfloat16).contiguous()
-        digest.update(rounded.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+        is_base = PREFIX not in name and ".modules_to_save." not in name
+        if is_base and not left_out & set(own.split(".")):
+            weights[own] = parameter
+    return fingerprint(weights.items())

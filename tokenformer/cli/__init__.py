@@ -19,9 +19,11 @@ from tokenformer.errors import TokenformerError
 # A function must not have the name of one in `tokenformer` itself: jsonargparse would look that up
 # and thereby import torch.
 COMMANDS = {
+    "adapt": "tokenformer.cli.adapt:adapt_model",
     "convert": "tokenformer.cli.convert:convert_model",
     "demo": "tokenformer.cli.demo:demo",
     "evaluate": "tokenformer.cli.evaluate:evaluate",
+    "explore": "tokenformer.cli.explore:explore",
     "generate": "tokenformer.cli.generate:generate",
     "grow": "tokenformer.cli.grow:grow_model",
     "inspect": "tokenformer.cli.inspect:inspect",
@@ -34,9 +36,11 @@ COMMANDS = {
     "train": "tokenformer.cli.train:train",
 }
 USAGE = {
+    "adapt": "MODEL --data DATA --out FOLDER",
     "convert": "SOURCE --out FOLDER",
     "demo": "[--out FOLDER]",
     "evaluate": "MODEL --perplexity DATA (or --tasks NAMES, or --images DATA)",
+    "explore": "MODEL --data DATA --out SITE",
     "generate": "MODEL --prompt TEXT",
     "grow": "MODEL --to SIZE --out FOLDER",
     "inspect": "MODEL_OR_PRESET",
@@ -60,7 +64,7 @@ class OutputError(TokenformerError):
     exit_code = 1
 
 
-TRAINING = ("train", "demo")
+TRAINING = ("adapt", "demo", "train")
 """Commands that use most of what `defer_imports` defers, and run too long to notice."""
 
 

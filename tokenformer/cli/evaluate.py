@@ -7,7 +7,13 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenformer.cli.model import check_bits, load_classifier, load_model, resolve_model
+from tokenformer.cli.model import (
+    adapter_folders,
+    check_bits,
+    load_classifier,
+    load_model,
+    resolve_model,
+)
 from tokenformer.cli.progress import ShowProgress, progress
 from tokenformer.cli.samples import check_samples
 from tokenformer.errors import DataError, InputError
@@ -50,6 +56,7 @@ def evaluate(
     labels_by_index: bool = False,
     batch_size: int | None = None,
     limit: int | None = None,
+    adapter: tuple[str, ...] = (),
     bits: int | None = None,
     no_verify: bool = False,
     json: bool = False,
@@ -73,6 +80,8 @@ def evaluate(
         labels_by_index: Match classes of the images and of the model by index, not by name.
         batch_size: Windows, requests or images per batch; by default as many as fit.
         limit: Use only the first items of each task, tokens of the text, or images.
+        adapter: An adapter to use, a folder or NAME=DIR; several, or the option again, are active
+            together.
         bits: 8 or 4 quantizes the weights of a TokenFormer; not with --images.
         no_verify: Skip verifying the weights (checksums.json, NaN, inf).
         json: Print one JSON document.
@@ -94,6 +103,7 @@ def evaluate(
     if bits is not None and images is not None:
         raise InputError("--bits is for language models; it cannot be used with --images")
     resolve_model(model, "a language model" if images is None else "an image classifier")
+    adapters = adapter_folders(adapter)
     names = None if tasks is None else task_names(tasks)
     data, perplexity = (None if path is None else expand_user(path) for path in (data, perplexity))
 
@@ -105,10 +115,18 @@ def evaluate(
     loaded_tasks = None if names is None else load_named_tasks(names, data)
     if images is not None:
         results["images"] = measure_images(
-            model, images, confusion, labels_by_index, batch_size, limit, no_verify, console
+            model,
+            adapters,
+            images,
+            confusion,
+            labels_by_index,
+            batch_size,
+            limit,
+            no_verify,
+            console,
         )
     else:
-        loaded, tokenizer = load_model(model, bits, verify=not no_verify)
+        loaded, tokenizer = load_model(model, bits, verify=not no_verify, adapters=adapters)
     if perplexity is not None:
         results["perplexity"] = measure_text(
             loaded, tokenizer, perplexity, split, length, stride, batch_size, limit, console
@@ -118,7 +136,9 @@ def evaluate(
             loaded, tokenizer, loaded_tasks, batch_size, limit, console
         )
     if json:
-        report = {"model": model, **{name: values for name, (values, _) in results.items()}}
+        report: dict[str, Any] = {"model": model}
+        report |= {"adapters": list(adapter)} if adapter else {}
+        report |= {name: values for name, (values, _) in results.items()}
         output = dumps(report, indent=2)
     else:
         output = "\n\n".join(text for _, text in results.values())
@@ -258,6 +278,7 @@ def measure_text(
 
 def measure_images(
     model: str,
+    adapters: dict[str, Path],
     source: str,
     confusion: Path | None,
     labels_by_index: bool,
@@ -270,7 +291,7 @@ def measure_images(
     from tokenformer.evaluate.classification import measure_accuracy, plot_confusion
 
     image_set, split = load_test_images(source)
-    loaded, processor = load_classifier(model, verify=not no_verify)
+    loaded, processor = load_classifier(model, verify=not no_verify, adapters=adapters)
     count = len(image_set) if limit is None else min(limit, len(image_set))
     with progress(console) as show:
         result = measure_accuracy(

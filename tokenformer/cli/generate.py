@@ -7,7 +7,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from tokenformer.cli.model import check_bits, load_model
+from tokenformer.cli.model import adapter_folders, check_bits, load_model
 from tokenformer.cli.terminal import json_text, printable
 from tokenformer.errors import InputError
 from tokenformer.paths import exists, expand_user, missing_message
@@ -28,6 +28,7 @@ def generate(
     greedy: bool = False,
     stop: str | None = None,
     seed: int = 0,
+    adapter: tuple[str, ...] = (),
     bits: int | None = None,
     no_verify: bool = False,
     json: bool = False,
@@ -47,6 +48,8 @@ def generate(
         greedy: Always take the most likely token.
         stop: Stop before this text appears.
         seed: Seed for sampling.
+        adapter: An adapter to use, a folder or NAME=DIR; several, or the option again, are active
+            together.
         bits: 8 or 4 quantizes the weights of a TokenFormer, to a quarter or less than a
             fifth of the memory.
         no_verify: Skip verifying the weights (checksums.json, NaN, inf).
@@ -61,7 +64,8 @@ def generate(
     texts = [*([] if prompt is None else [read_prompt(prompt)]), *read_prompts(prompts)]
     if not texts:
         raise InputError("the prompt is missing; give --prompt TEXT or --prompts FILE")
-    loaded, tokenizer = load_model(model, bits, verify=not no_verify)
+    adapters = adapter_folders(adapter)
+    loaded, tokenizer = load_model(model, bits, verify=not no_verify, adapters=adapters)
 
     import torch
 

@@ -1,7 +1,9 @@
 """MODEL on the command line: a model folder, a run folder or a hub name."""
 
 import importlib.util
-from collections.abc import Iterator
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from json import loads
 from pathlib import Path
@@ -16,7 +18,15 @@ from tokenformer.errors import (
     one_line,
 )
 from tokenformer.installation import install_hint
-from tokenformer.paths import check_hub, exists, expand_user, is_local, missing_message
+from tokenformer.paths import (
+    check_adapter_name,
+    check_hub,
+    exists,
+    expand_user,
+    find_adapter,
+    is_local,
+    missing_message,
+)
 
 CONFIG = "config.json"
 KINDS = {
@@ -127,9 +137,16 @@ def model_errors(out: Path, source: str = "") -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def load_model(name: str, bits: int | None = None, *, verify: bool = True) -> tuple[Any, Any]:
+def load_model(
+    name: str,
+    bits: int | None = None,
+    *,
+    verify: bool = True,
+    adapters: Mapping[str, Path] | None = None,
+) -> tuple[Any, Any]:
     """Return a causal language model and its tokenizer. `bits=8` or `bits=4` quantizes
-    the weights of a TokenFormer; `verify=False` skips verifying the weights."""
+    the weights of a TokenFormer; `verify=False` skips verifying the weights. `adapters` are active
+    together."""
     name = resolve_model(name, "a language model")
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -137,9 +154,10 @@ def load_model(name: str, bits: int | None = None, *, verify: bool = True) -> tu
     from tokenformer import TokenQuantization
 
     options = {} if bits is None else {"quantization_config": TokenQuantization(bits)}
-    return load_pair(
+    model, tokenizer = load_pair(
         name, AutoModelForCausalLM, AutoTokenizer, "tokenizer", verify=verify, **options
     )
+    return with_adapters(model, adapters), tokenizer
 
 
 def check_bits(bits: int | None) -> None:
@@ -147,15 +165,75 @@ def check_bits(bits: int | None) -> None:
         raise InputError(f"--bits {bits} is not supported; use 4 or 8, or leave it out")
 
 
-def load_classifier(name: str, *, verify: bool = True) -> tuple[Any, Any]:
-    """Return an image classifier and its image processor."""
+def load_classifier(
+    name: str, *, verify: bool = True, adapters: Mapping[str, Path] | None = None
+) -> tuple[Any, Any]:
+    """Return an image classifier, with `adapters` active together, and its image processor."""
     check_pillow()
     name = resolve_model(name, "an image classifier")
 
     from transformers import AutoImageProcessor, AutoModelForImageClassification
 
     classes = AutoModelForImageClassification, AutoImageProcessor
-    return load_pair(name, *classes, "image processor", verify=verify)
+    model, processor = load_pair(name, *classes, "image processor", verify=verify)
+    return with_adapters(model, adapters), processor
+
+
+def adapter_folders(given: Sequence[str], base: str | None = None) -> dict[str, Path]:
+    """Return the folders of `--adapter DIR` or `--adapter NAME=DIR` by name; `base` is the name of
+    the model, which no adapter may have. Imports nothing slow."""
+    folders: dict[str, Path] = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not equals or exists(expand_user(text)):
+            name, folder = "", text
+        found = find_adapter(folder)
+        name = name or default_name(folder)
+        check_adapter_name(name, f"--adapter {text}")
+        if name in folders:
+            raise InputError(f"--adapter {text}: there are two named {name}; use NAME=DIR")
+        if name == base:
+            raise InputError(
+                f"--adapter {text}: the model itself has the name {name}; use another NAME=DIR or "
+                "--name"
+            )
+        folders[name] = found
+    if folders:
+        check_peft("--adapter")
+    return folders
+
+
+def check_peft(option: str) -> None:
+    if importlib.util.find_spec("peft") is None:
+        raise InputError(f"{option} needs peft: {install_hint('peft')}")
+
+
+def default_name(folder: str) -> str:
+    """Return the name of an adapter's folder, or of the run that it is in."""
+    path = expand_user(folder).resolve()
+    return path.parent.name if path.name == "adapter" else path.name
+
+
+def with_adapters(model: Any, adapters: Mapping[str, Path] | None) -> Any:
+    """Return a model with adapters that are active together."""
+    if not adapters:
+        return model
+
+    from tokenformer.adapters.adapter_folder import AdapterFolder, attach_adapters
+
+    with adapter_warnings():
+        return attach_adapters(model, [AdapterFolder.read(path) for path in adapters.values()])
+
+
+@contextmanager
+def adapter_warnings() -> Iterator[None]:
+    """Print the warnings of adapters, such as about a base that cannot be compared, in one line."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    ours = (each.message for each in caught if each.category is UserWarning)
+    for line in dict.fromkeys(" ".join(str(message).split()) for message in ours):
+        sys.stderr.write(f"warning: {line}\n")
 
 
 def check_pillow() -> None:

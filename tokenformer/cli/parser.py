@@ -10,7 +10,7 @@ from inspect import signature
 from itertools import takewhile
 from json import dumps
 from pathlib import Path
-from typing import Any, NoReturn, get_origin, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 
@@ -150,6 +150,15 @@ def is_value(word: str) -> bool:
     return re.match(r"-\D", word) is None
 
 
+def list_text(hint: Any, values: list[str]) -> str:
+    """Return the values of a list option as jsonargparse reads them; texts are quoted, since they
+    may hold what YAML gives a meaning."""
+    joined = ",".join(values)
+    if joined.startswith("["):
+        return joined
+    return dumps(joined.split(",")) if get_args(hint)[0] in (str, Path) else f"[{joined}]"
+
+
 def section_flags(hints: dict[str, Any]) -> dict[str, Any]:
     """Return the boolean options in sections, such as `--run.compile`."""
     return {
@@ -165,9 +174,9 @@ class Arguments:
     """The words of a command line, read once and handed to jsonargparse in its own spelling."""
 
     words: list[str]
-    """`--json` and `--json true` become `--json=true`, `--lengths 1024 2048` becomes
-    `--lengths=[1024,2048]`, `train NAME` becomes `train --recipe=FILE`, `predict MODEL A B` becomes
-    `predict MODEL ["A","B"]`."""
+    """`--json` and `--json true` become `--json=true`, `--lengths 1024 2048` and `--lengths 1024
+    --lengths 2048` become `--lengths=[1024,2048]`, `train NAME` becomes `train --recipe=FILE`,
+    `predict MODEL A B` becomes `predict MODEL ["A","B"]`."""
     texts: dict[str, str]
     """Options of type `str | None`, verbatim: jsonargparse reads `null`, `~` and `# text` as None.
     """
@@ -175,6 +184,7 @@ class Arguments:
 
     def __init__(self, function: Callable[..., None], words: Sequence[str]) -> None:
         self.words, self.texts, self.recipe = [], {}, None
+        lists: dict[str, list[str]] = {}
         waiting = list(words)
         hints: dict[str, Any] = {f"--{n}": h for n, h in get_type_hints(function).items()}
         hints |= section_flags(hints)
@@ -196,10 +206,9 @@ class Arguments:
                 values = [value] if equals else list(takewhile(is_value, waiting))
                 if not equals:
                     del waiting[: len(values)]
-                joined = ",".join(values)
-                self.words.append(
-                    f"{name}={joined}" if joined.startswith("[") else f"{name}=[{joined}]"
-                )
+                if name not in lists:
+                    self.words.append(f"{name}=")  # completed below
+                lists.setdefault(name, []).extend(values)
             elif hint == (str | None) and has_value:
                 self.texts[name[2:]] = value if equals else waiting.pop(0)
             elif takes_recipe and name == f"--{RECIPE}" and has_value:
@@ -211,6 +220,8 @@ class Arguments:
                 self.words.append(dumps(values) if many else word)
             else:
                 self.words.append(word)
+        for name, values in lists.items():
+            self.words[self.words.index(f"{name}=")] = f"{name}={list_text(hints[name], values)}"
 
     def ends_with_value(self, hints: dict[str, Any]) -> bool:
         """Return whether the next word cannot be the value of the last option."""

@@ -5,7 +5,7 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenformer.cli.model import load_classifier, resolve_model
+from tokenformer.cli.model import adapter_folders, load_classifier, resolve_model
 from tokenformer.errors import InputError
 from tokenformer.paths import exists, expand_user, missing_message
 
@@ -16,7 +16,12 @@ BATCH_SIZE = 16
 
 
 def predict(
-    model: str, images: list[Path], top: int = 3, no_verify: bool = False, json: bool = False
+    model: str,
+    images: list[Path],
+    top: int = 3,
+    adapter: tuple[str, ...] = (),
+    no_verify: bool = False,
+    json: bool = False,
 ) -> None:
     """Classify images and print the most likely classes of each.
 
@@ -26,6 +31,8 @@ def predict(
         model: A model folder, a run folder or a hub name of any image classifier.
         images: Image files.
         top: Number of classes to print.
+        adapter: An adapter to use, a folder or NAME=DIR; several, or the option again, are active
+            together.
         no_verify: Skip verifying the weights (checksums.json, NaN, inf).
         json: Print one JSON document.
     """
@@ -34,6 +41,7 @@ def predict(
     if not images:
         raise InputError("IMAGES is missing: tokenformer predict MODEL IMAGE...")
     resolve_model(model, "an image classifier")
+    adapters = adapter_folders(adapter)
     for path in images:
         if not exists(expand_user(path)):
             raise InputError(missing_message(path))
@@ -44,7 +52,7 @@ def predict(
     from tokenformer.evaluate.classification import problem_type, to_processor_input
 
     pictures = [decode_file(expand_user(path)) for path in images]
-    classifier, processor = load_classifier(model, verify=not no_verify)
+    classifier, processor = load_classifier(model, verify=not no_verify, adapters=adapters)
     predictions: list[list[dict[str, Any]]] = []
     kind = problem_type(classifier.config)
     for start in range(0, len(pictures), BATCH_SIZE):

@@ -5,16 +5,25 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tokenformer.cli.model import check_bits, load_model, resolve_model
+from tokenformer.cli.model import (
+    adapter_folders,
+    adapter_warnings,
+    check_bits,
+    check_peft,
+    load_model,
+    resolve_model,
+)
 from tokenformer.errors import InputError
 from tokenformer.installation import install_hint
+from tokenformer.paths import exists, expand_user
 from tokenformer.serve.limits import API_KEY_VARIABLE, HostCheck, Limits, is_loopback
 
 SECONDS_TO_END = 5
@@ -30,11 +39,14 @@ def serve(
     port: int = 8000,
     name: str | None = None,
     context: int | None = None,
+    adapter: tuple[str, ...] = (),
+    allow_adapter_changes: Path | None = None,
     bits: int | None = None,
     api_key: str | None = None,
     allowed_hosts: tuple[str, ...] = (),
     max_body: int = Limits.max_body,
     max_queue: int = Limits.max_queue,
+    max_batch: int = Limits.max_batch,
     request_timeout: float = Limits.request_timeout,
     template_timeout: float = Limits.template_timeout,
     no_verify: bool = False,
@@ -49,13 +61,18 @@ def serve(
         port: Port to listen on; 0 picks a free one.
         name: Model name in the API; by default MODEL as given.
         context: Maximum tokens of prompt and response together; by default the model's context.
+        adapter: An adapter to serve, NAME=DIR or a folder; several, or the option again, for more.
+            A request chooses one by its model field.
+        allow_adapter_changes: Let clients load adapters from this folder, and remove adapters,
+            while the server is running.
         bits: 8 or 4 quantizes the weights of a TokenFormer, to a quarter or less than a
             fifth of the memory.
         api_key: API key that clients must send. Prefer the environment variable
             TOKENFORMER_API_KEY: other users can read options in the process list.
         allowed_hosts: Additional host names to accept in the Host header; any disables the check.
         max_body: Maximum size of a request body in bytes.
-        max_queue: Maximum number of requests that wait while another one is generating.
+        max_queue: Maximum number of requests that wait while others are generating.
+        max_batch: Maximum number of requests that generate together.
         request_timeout: Seconds for a client to send the headers, and again for the body.
         template_timeout: Seconds for rendering the chat template.
         no_verify: Skip verifying the weights (checksums.json, NaN, inf).
@@ -64,9 +81,12 @@ def serve(
         raise InputError(f"--context {context} must be at least 2: a prompt and a response")
     check_bits(bits)
     resolve_model(model, "a language model")  # fail before the slow imports
+    folders = adapter_folders(adapter, name or model)
+    changes = allow_adapter_changes and adapter_root(allow_adapter_changes)
     limits = Limits(
         max_body=max_body,
         max_queue=max_queue,
+        max_batch=max_batch,
         request_timeout=request_timeout,
         template_timeout=template_timeout,
         api_key=os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key,
@@ -80,7 +100,16 @@ def serve(
                 f"machine can use the model; set {API_KEY_VARIABLE}\n"
             )
         load = partial(load_model, model, bits, verify=not no_verify)
-        run(listener, load, name or model, context, limits)
+        run(listener, load, name or model, context, limits, folders, changes)
+
+
+def adapter_root(folder: Path) -> Path:
+    """Return the folder that clients may load adapters from, resolved."""
+    path = expand_user(folder)
+    if not (exists(path) and path.is_dir()):
+        raise InputError(f"--allow_adapter_changes: {folder} is not a folder")
+    check_peft("--allow_adapter_changes")
+    return path.resolve()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -105,6 +134,8 @@ def run(
     name: str,
     context: int | None,
     limits: Limits,
+    folders: Mapping[str, Path],
+    changes: Path | None,
 ) -> None:
     try:
         import openai  # noqa: F401  # transformers' server needs it
@@ -123,7 +154,9 @@ def run(
     from tokenformer.serve.prompt import context_length
 
     loaded, tokenizer = load()
-    queue = GenerationQueue(context or context_length(loaded.config) or 2048, limits.max_queue)
+    context = context or context_length(loaded.config) or 2048
+    adapters = load_adapters(loaded, folders, changes)
+    queue = GenerationQueue(loaded, context, limits.max_queue, limits.max_batch, adapters)
     encoder = PromptEncoder(tokenizer, queue.context, limits)
     logging.set_verbosity_error()  # uvicorn logs the requests
     last_resort = threading.Timer(SECONDS_TO_EXIT, exit_now)
@@ -141,7 +174,7 @@ def run(
             await super().shutdown(sockets)
 
     options: dict[str, Any] = {"http": with_header_timeout(limits.request_timeout), "ws": "none"}
-    app = build_app(name, loaded, tokenizer, queue, encoder, limits)
+    app = build_app(name, loaded, tokenizer, queue, encoder, limits, adapters)
     server = Server(uvicorn.Config(app, timeout_graceful_shutdown=SECONDS_TO_END, **options))
     # After shutting down, uvicorn raises the signal again. From here on Ctrl-C shuts the server
     # down, also during an import.
@@ -156,6 +189,21 @@ def run(
     queue.wait()
     encoder.wait()  # before cancelling the timer: a long prompt may still be tokenizing
     last_resort.cancel()
+
+
+def load_adapters(model: Any, folders: Mapping[str, Path], changes: Path | None) -> Any:
+    """Return the adapters to serve; None if there are none and there never will be."""
+    if not folders and changes is None:
+        return None
+
+    from tokenformer.adapters.adapter_folder import AdapterFolder
+    from tokenformer.serve.served_adapters import ServedAdapters
+
+    adapters = ServedAdapters(model, changes)
+    with adapter_warnings():
+        for name, folder in folders.items():
+            adapters.load(name, AdapterFolder.read(folder))
+    return adapters
 
 
 def exit_now() -> None:

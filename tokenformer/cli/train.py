@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from tokenformer.data.augmentation_options import AugmentationOptions
 from tokenformer.errors import InputError, one_line
 from tokenformer.train.options import (
+    AdapterOptions,
     DataOptions,
     ModelOptions,
     OptimizerOptions,
@@ -40,11 +41,12 @@ def train(
     run: RunOptions = RunOptions(),  # noqa: B008
     stages: list[StageOptions] = [],  # noqa: B006
     augmentation: AugmentationOptions = AugmentationOptions(),  # noqa: B008
+    adapter: AdapterOptions = AdapterOptions(),  # noqa: B008
 ) -> None:
     """Train a model from a recipe; options override those of the recipe.
 
     RECIPE is a name (see --list) or a YAML file with the sections model, data, augmentation,
-    optimizer, schedule, run and stages.
+    optimizer, schedule, run, stages and adapter.
 
     Args:
         recipe: The recipe's file.
@@ -58,7 +60,7 @@ def train(
             every stage; train and write nothing. The data may be missing.
     """
     folder = out or Path("runs") / recipe.stem
-    options = Recipe(model, data, optimizer, schedule, run, stages, augmentation)
+    options = Recipe(model, data, optimizer, schedule, run, stages, augmentation, adapter)
     if max_steps is not None:
         if max_steps < 1:
             raise InputError(f"--max_steps {max_steps} must be at least 1")
@@ -70,6 +72,12 @@ def train(
     if not dry_run:
         train_job(job)
         return
+    if job.recipe.adapter.method is not None:
+        raise InputError(
+            f"--dry_run estimates the training of whole models, not adapter.method="
+            f"{job.recipe.adapter.method}"
+        )
+    assert job.file is not None
     from tokenformer.cli.dry_run import show_run
     from tokenformer.train.run_record import newest_step
 
@@ -80,7 +88,8 @@ def train(
 class Job:
     """A recipe to train and its run folder."""
 
-    file: Path
+    file: Path | None
+    """The recipe's file; None if a command has made the recipe, with absolute paths."""
     folder: Path
     recipe: Recipe
     override: bool
@@ -91,18 +100,23 @@ class Job:
 def checked(job: Job, needs_data: bool = True) -> Job:
     """Return the job with absolute paths, after all checks that do not need torch."""
     from tokenformer.train.recipe_inputs import check_inputs, resolve_paths
-    from tokenformer.train.run_record import Record, check_folder, newest_step
+    from tokenformer.train.run_record import ADAPTER, MODEL, Record, check_folder, newest_step
 
     record, step = Record(job.folder), newest_step(job.folder)
-    check_folder(job.folder)
+    apart = job.recipe.adapter.is_saved_apart
+    check_folder(job.folder, ADAPTER if apart else MODEL)
     notes: list[str] = []
-    recipe = resolve_paths(job.recipe, job.file, record.values, notes.append)
+    recipe = job.recipe
+    if job.file is not None:
+        recipe = resolve_paths(recipe, job.file, record.values, notes.append)
     check_inputs(recipe, begun=step > 0, needs_data=needs_data)
     record.check(recipe, step, job.override)
     return Job(job.file, job.folder, recipe, job.override, tuple(notes))
 
 
-def train_job(job: Job) -> None:
+def train_job(job: Job, *, on_stderr: bool = False) -> "Run":
+    """Train with a progress display, on standard output unless that is for something else; return
+    the finished run."""
     import torch
     from rich.console import Console
 
@@ -119,7 +133,7 @@ def train_job(job: Job) -> None:
         ranks = stack.enter_context(process_group())
         torch.manual_seed(job.recipe.run.seed)
         # No markup: paths may contain brackets.
-        console = Console(highlight=False, markup=False, quiet=not ranks.first)
+        console = Console(highlight=False, markup=False, quiet=not ranks.first, stderr=on_stderr)
         log = partial(console.print, soft_wrap=True)
         try:
             if ranks.first:
@@ -139,12 +153,14 @@ def train_job(job: Job) -> None:
             raise InputError(one_line(error)) from None
         if run.is_complete:
             log(nothing_to_do(run, record, "nothing was changed"))
-            return
+            return run
         log(
             f"{run.loop.task.model.num_parameters():,} parameters, {len(workload.train):,} "
             f"{workload.unit} to train on, "
             f"{ranks.count} process{'es' if ranks.count > 1 else ''}; the run is in {job.folder}"
         )
+        for note in workload.notes(run.loop.task.model):
+            log(note)
         log_start(run, changes, job, log)
         finished = run.at_last_step
         if ranks.first and not finished:
@@ -167,7 +183,8 @@ def train_job(job: Job) -> None:
             raise SystemExit(128 + stopped.number) from None
         if finished:
             log(nothing_to_do(run, record, "no step was trained"))
-        log(f"Done: {job.folder}/model, metrics.jsonl, loss.png")
+        log(f"Done: {run.exported}, metrics.jsonl, loss.png")
+        return run
 
 
 def nothing_to_do(run: "Run", record: "Record", outcome: str) -> str:
@@ -191,10 +208,11 @@ def log_start(run: "Run", changes: "list[Change]", job: Job, log: Callable[[str]
             log(f"From step {step} on: {change}")
         if changes and (line := rate_change(run)):
             log(line)
-    elif options.model.start_from is not None:
+    elif options.model.start_from is not None and job.file is not None:
         from tokenformer.train.recipe_inputs import uses_rate_for_new_model
 
-        if uses_rate_for_new_model(options, job.file):
+        is_adapted = options.adapter.method is not None
+        if not is_adapted and uses_rate_for_new_model(options, job.file):
             rate = options.optimizer.learning_rate
             log(
                 f"Warning: the learning rate {rate:g} of {job.file} is meant for fresh weights and "

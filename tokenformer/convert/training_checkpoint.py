@@ -36,7 +36,7 @@ def convert_checkpoint(
     ranks = Ranks()
     try:
         manifest.verify(source.path)
-        model = build_saved_model(source.path, read_state(source.path, {"config": dict})["config"])
+        model = build_saved_model(source.path, read_state(source.path, {"config": dict}))
         with ranks.together(f"checkpoint {source.path} cannot be read"):
             saved = read_metadata(source.path)
         prefix = PREFIXES[choose_weights(weights, saved)]

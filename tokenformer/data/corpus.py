@@ -111,8 +111,15 @@ class Corpus:
             for shard in entry["shards"]:
                 path = self.folder / shard["file"]
                 open_shard(path, shard["tokens"], DTYPES[self.index["dtype"]])
-                if sha256(path) != shard["sha256"]:
-                    raise DataError(f"{path} has been altered: its SHA-256 differs from the index")
+                check_contents(path, shard["sha256"])
+            for part in entry.get("examples", {}).values():
+                if isinstance(part, dict):
+                    check_contents(self.folder / Path(part["file"]).name, part["sha256"])
+
+
+def check_contents(path: Path, expected: str) -> None:
+    if sha256(path) != expected:
+        raise DataError(f"{path} has been altered: its SHA-256 differs from the index")
 
 
 def open_corpus(path: Path, tokenizer: "PreTrainedTokenizerBase | None", vocab_size: int) -> Corpus:

@@ -18,6 +18,8 @@ from tokenformer.data.compression import read_errors
 from tokenformer.data.corpus import FORMAT, INDEX, TOKENIZER, UNFINISHED, dtype_for, read_index
 from tokenformer.data.corpus_reader import CorpusReader
 from tokenformer.data.documents import Position
+from tokenformer.data.example_preparation import prepare_examples
+from tokenformer.data.example_rows import holds_examples
 from tokenformer.data.interrupts import reraise_lost_interrupts
 from tokenformer.data.journal import (
     Journal,
@@ -141,6 +143,8 @@ def prepare(
                     "prepare it again"
                 )
             return index
+        if holds_examples(sources, options.text_field):
+            return run_examples(options, out, sources, journal, on_progress)
         if journal["position"]:
             on_message(f"resuming {out}")
         try:
@@ -154,6 +158,35 @@ def prepare(
         except DataError:
             remove_if_empty(out)
             raise
+
+
+def run_examples(
+    options: PrepareOptions,
+    out: Path,
+    sources: list[Source],
+    journal: Journal,
+    on_progress: Callable[[PrepareProgress], None],
+) -> dict[str, Any]:
+    """Prepare prompts with completions, or chats."""
+    total = sum(source.size for source in sources)
+    try:
+        return prepare_examples(
+            sources,
+            out,
+            settings=journal["settings"],
+            tokenizer_name=options.tokenizer,
+            end_of_text=options.end_of_text,
+            validation=options.validation,
+            seed=options.seed,
+            documents=options.documents,
+            shard_tokens=options.shard_tokens,
+            on_progress=lambda read, text, tokens: on_progress(
+                PrepareProgress(read, total, text, tokens)
+            ),
+        )
+    except DataError:
+        remove_if_empty(out)
+        raise
 
 
 def check_outside(corpus: str, out: Path) -> None:

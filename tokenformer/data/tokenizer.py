@@ -153,6 +153,20 @@ def tokenizer_from_pretrained(name: str | Path) -> "PreTrainedTokenizerFast":
     return tokenizer
 
 
+def is_byte_tokenizer(folder: Path) -> bool:
+    """Whether the tokenizer in a folder has the ids of `bytes` and no chat template of its own."""
+    try:
+        found = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        templates = [*folder.glob("chat_template*"), *folder.glob("additional_chat_templates*")]
+        own = json.loads(byte_level().to_str())
+        parts = ("model", "normalizer", "pre_tokenizer", "added_tokens", "post_processor")
+        same = all(found[part] == own[part] for part in parts)
+        return same and "chat_template" not in config and not templates
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
 def train_bpe(texts: Iterator[str], vocab_size: int) -> CorpusTokenizer:
     """Train a byte-level BPE with GPT-2's pre-tokenization."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

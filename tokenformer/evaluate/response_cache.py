@@ -79,9 +79,12 @@ def fingerprint(model: "PreTrainedModel", **settings: Any) -> str:
     code of this package, library versions and `settings`."""
     digest = hashlib.blake2b(digest_size=16)
     config = {n: v for n, v in model.config.to_dict().items() if not n.startswith("_")}
+    attached = getattr(model, "peft_config", {})  # by name; also options such as LoRA's alpha
+    adapters = {name: sorted_sets(each.to_dict()) for name, each in attached.items()}
     facts = {
         "class": type(model).__name__,
         "config": config,
+        "adapters": adapters,
         "device": model.device.type,
         "threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in PACKAGES},
@@ -96,6 +99,11 @@ def fingerprint(model: "PreTrainedModel", **settings: Any) -> str:
         flat = tensor.detach().cpu().contiguous().flatten()
         digest.update(flat.view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def sorted_sets(values: dict[str, Any]) -> dict[str, Any]:
+    """Sort sets, whose order differs from process to process."""
+    return {n: sorted(value) if isinstance(value, set) else value for n, value in values.items()}
 
 
 def response_cache_folder() -> Path:

@@ -65,7 +65,10 @@ class Int8Linear(Int8Rows):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1] == self.weight.shape[1] and can_use_native(x, self.weight):
             return few_rows.linear(x, self.weight, self.scales.float())
-        return F.linear(x, dequantize(self.weight, self.scales, x.dtype))
+        return F.linear(x, self.dequantized(x.dtype))
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        return dequantize(self.weight, self.scales, dtype)
 
 
 class Int8Embedding(Int8Rows):

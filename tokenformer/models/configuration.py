@@ -51,6 +51,9 @@ class TokenConfig(BlockConfig):
         learned_scale: whether the scales are parameters, initialized to the values above.
         token_rates: learning rate factors of tokens, as growth may set them: `{"q" | "k" | "v" |
             "o" | "ffn": [a list of [number of tokens, factor], or null, per layer]}`.
+        token_ages: which growth added each token, 1 for the first and 0 for tokens that the model
+            started with: `{"q" | "k" | "v" | "o" | "ffn": [a list of [number of tokens, growth], or
+            null, per layer]}`. None for a model that has not grown.
         theta, theta_eps: the modified softmax, and the epsilon added to its norm.
         active_groups: routes every input row to this many groups of the tokens of a projection, the
             others are skipped: `{"q" | "k" | "v" | "o" | "ffn": an int, or an int or null per
@@ -82,6 +85,7 @@ class TokenConfig(BlockConfig):
     scale_tokens: dict[str, list[float | None]] | None = None
     learned_scale: bool = False
     token_rates: dict[str, list[list[list[float]] | None]] | None = None
+    token_ages: dict[str, list[list[list[int]] | None]] | None = None
     theta: str = "l2_gelu"
     theta_eps: float = INFERRED
     active_groups: dict[str, Any] | None = None
@@ -111,11 +115,26 @@ class TokenConfig(BlockConfig):
 
     def row_rates(self, projection: str, layer: int) -> list[float] | None:
         """Learning rate factor of each token of a layer; None if all are 1."""
-        by_layer = (self.token_rates or {}).get(projection)
+        return self._rows("token_rates", projection, layer)
+
+    def ages(self, projection: str, layer: int) -> list[int]:
+        """The growth that added each token of a layer, 0 for those the model started with."""
+        found = self._rows("token_ages", projection, layer)
+        return [0] * self.tokens(projection, layer) if found is None else [int(n) for n in found]
+
+    @property
+    def growths(self) -> int:
+        """How many growths have added tokens to this model."""
+        runs = [runs for layers in (self.token_ages or {}).values() for runs in layers if runs]
+        return max((int(age) for each in runs for _, age in each), default=0)
+
+    def _rows(self, option: str, projection: str, layer: int) -> list[float] | None:
+        """One value per token from an option that stores run lengths."""
+        by_layer = (getattr(self, option) or {}).get(projection)
         runs = by_layer[layer] if by_layer else None
         if runs is None:
             return None
-        return [rate for count, rate in runs for _ in range(int(count))]
+        return [value for count, value in runs for _ in range(int(count))]
 
     def active(self, projection: str, layer: int) -> int | None:
         """Groups that each row of `projection` in `layer` attends to; None for a dense one."""
@@ -176,7 +195,8 @@ class TokenConfig(BlockConfig):
                 check_count(name, count)
         check_number("theta_eps", self.theta_eps)
         self._check_numbers("scale_tokens", positive=True)
-        self._check_rates()
+        self._check_rows("token_rates", "factors")
+        self._check_rows("token_ages", "growths")
         self._check_groups()
         self._check_numbers("thresholds", positive=False)
         for place in self._places():
@@ -233,19 +253,20 @@ class TokenConfig(BlockConfig):
                 "it must be 'chosen'"
             )
 
-    def _check_rates(self) -> None:
-        for projection, by_layer in (self.token_rates or {}).items():
+    def _check_rows(self, option: str, what: str) -> None:
+        """Check an option that stores run lengths of one value per token."""
+        for projection, by_layer in (getattr(self, option) or {}).items():
             if projection not in PROJECTIONS:
-                raise ValueError(f"token_rates has the unknown key {projection!r}")
-            name = f"token_rates[{projection!r}]"
+                raise ValueError(f"{option} has the unknown key {projection!r}")
+            name = f"{option}[{projection!r}]"
             self._check_length(name, by_layer)
             for layer in range(self.num_hidden_layers):
-                rates = self.row_rates(projection, layer)
-                for rate in rates or []:
-                    check_number(name, rate)
-                if rates is not None and len(rates) != self.tokens(projection, layer):
+                values = self._rows(option, projection, layer)
+                for value in values or []:
+                    check_number(name, value)
+                if values is not None and len(values) != self.tokens(projection, layer):
                     raise ValueError(
-                        f"{name} of layer {layer} has factors for {len(rates)} tokens; "
+                        f"{name} of layer {layer} has {what} for {len(values)} tokens; "
                         f"the layer has {self.tokens(projection, layer)}"
                     )
 

@@ -75,11 +75,12 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-def load_for_training(model_class: Any, folder: str) -> Any:
+def load_for_training(model_class: Any, folder: str, *, quantized: bool = False) -> Any:
     """Load a model in fp32, whatever dtype it was saved in: updates at usual learning rates are
-    too small for half precision, and a resumed run builds its model in fp32."""
+    too small for half precision, and a resumed run builds its model in fp32. `quantized` allows a
+    model whose own weights will not train."""
     model = load_pretrained(model_class, folder, dtype=torch.float32)
-    if getattr(model, "is_quantized", False):
+    if getattr(model, "is_quantized", False) and not quantized:
         raise ValueError(f"{folder} is quantized; train the model it was quantized from")
     return model
 

@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from tokenformer.ops.backends.auto import can_use_native
+from tokenformer.ops.backends.native import linear
 from tokenformer.ops.theta import ThetaOptions, accumulation_dtype
 
 
@@ -26,7 +28,7 @@ def pattention_with_added(
     """Attend from x [B, ..., d_in] to keys [n, d_in] and to added keys [m, d_in], or [B, m, d_in]
     for other tokens in every sample. A token with a zero key pads the tokens of a sample without
     an effect, except for softmax."""
-    scores = x @ keys.T  # [B, ..., n]
+    scores = linear(x, keys) if can_use_native(x, keys) else x @ keys.T  # [B, ..., n]
     weights = options.weights(torch.cat([scores, added_scores(x, added_keys)], dim=-1))
     weights = weights.to(scores.dtype)
     count = keys.shape[0]

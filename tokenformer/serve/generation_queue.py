@@ -1,5 +1,5 @@
-"""The generation side of `tokenformer serve`: one request at a time, in transformers' inference
-thread.
+"""The generation side of `tokenformer serve`: requests share a continuous batch, in transformers'
+inference thread.
 
 Streamed and whole responses have the same text. Generation ends before a stop sequence, when the
 client disconnects, or when the server shuts down. The seed of a request alone determines its
@@ -8,22 +8,20 @@ samples, whatever other requests are running.
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from json import dumps, loads
-from typing import Any
+from json import loads
+from typing import Any, TypeVar
 
 import torch
 from starlette.exceptions import HTTPException
-from transformers.cli.serving.utils import (
-    DirectStreamer,
-    GenerateManager,
-    _GenerationCancelled,
-    _StreamError,
-    response_events_to_chunks,
-)
+from transformers.cli.serving.utils import GenerateManager, _StreamError
 
 from tokenformer.data.text_stream import TextStream
+from tokenformer.serve.generation import SHUTTING_DOWN, Generation, TokenStreamer
+from tokenformer.serve.generation_batch import GenerationBatch
 from tokenformer.serve.limits import Limits
 from tokenformer.serve.prompt import PromptError, add_start_token, remaining_context
 
@@ -32,73 +30,41 @@ logger = logging.getLogger("uvicorn.error")
 RETRY_SECONDS = 2
 """The Retry-After that clients get when the queue is full."""
 
-
-class TokenStreamer(DirectStreamer):
-    """Decodes the tokens of `model.generate` and puts the text on a queue of the event loop."""
-
-    def __init__(
-        self,
-        text: TextStream,
-        eos_ids: set[int],
-        queue: "asyncio.Queue[Any]",
-        parser: Any,
-        on_cancel: "Callable[[TokenStreamer], None]",
-    ) -> None:
-        super().__init__(text.tokenizer, asyncio.get_running_loop(), queue, parser)
-        self.text = text
-        self.eos_ids = eos_ids
-        self.on_cancel = on_cancel
-        self.prompt_seen = False
-
-    def cancel(self) -> None:
-        super().cancel()
-        self.on_cancel(self)
-
-    def check_cancelled(self) -> None:
-        if self._cancelled.is_set():
-            raise _GenerationCancelled
-
-    def put(self, value: torch.Tensor) -> None:
-        self.check_cancelled()
-        if not self.prompt_seen:
-            self.prompt_seen = True
-            return
-        token = int(value.item())
-        self.emit(self.text.add(token))
-        if self.text.stopped:
-            raise _GenerationCancelled
-        # End-of-text tokens are not counted, so that only a full count means "length".
-        self.total_tokens += token not in self.eos_ids
-
-    def end(self) -> None:
-        self.emit(self.text.end())
-        super().end()
-
-    def emit(self, text: str) -> None:
-        if self._parser is not None:  # a chat model whose responses have parts
-            for part in response_events_to_chunks(self._parser.feed(text)):
-                self._enqueue(part)
-        elif text:
-            self._enqueue(text)
+T = TypeVar("T")
 
 
 class GenerationQueue(GenerateManager):
-    """Runs requests one after the other in the inference thread of its parent class."""
+    """Requests that wait, in order, and the batch that they join in the inference thread of the
+    parent class."""
 
-    def __init__(self, context: int, max_queue: int = Limits.max_queue) -> None:
+    def __init__(
+        self,
+        model: Any,
+        context: int,
+        max_queue: int = Limits.max_queue,
+        max_batch: int = Limits.max_batch,
+        adapters: Any = None,
+    ) -> None:
         super().__init__()
         self.context = context
         self.max_queue = max_queue
         self.num_encoding = 0
         self.active: set[TokenStreamer] = set()
         """Requests that are queued or generating."""
-        self.shutting_down = False
+        self.waiting: deque[Generation] = deque()
+        self.changes: deque[Callable[[], None]] = deque()
+        """What to do at the next token boundary."""
+        self.batch = GenerationBatch(model, max_batch, adapters)
+
+    @property
+    def shutting_down(self) -> bool:
+        return self.batch.shutting_down
 
     @contextmanager
     def admit(self) -> Iterator[None]:
         """Count a request as waiting while its prompt is encoded; refuse it if the queue is full.
         Afterwards it is in `active` until it is answered or its client disconnects."""
-        if self.num_encoding + len(self.active) > self.max_queue:
+        if self.num_encoding + len(self.active) >= self.max_queue + self.batch.max_batch:
             message = f"{self.max_queue} requests are waiting already (--max_queue); try again"
             raise HTTPException(503, message, {"Retry-After": str(RETRY_SECONDS)})
         self.num_encoding += 1
@@ -106,7 +72,7 @@ class GenerationQueue(GenerateManager):
             yield
         except Exception as error:
             if self.shutting_down:
-                raise HTTPException(503, "the server is shutting down") from None
+                raise HTTPException(503, SHUTTING_DOWN) from None
             if isinstance(error, PromptError):
                 raise HTTPException(400, str(error)) from None
             raise
@@ -131,36 +97,40 @@ class GenerationQueue(GenerateManager):
         eos = [] if gen_config.eos_token_id is None else gen_config.eos_token_id
         eos_ids = {eos} if isinstance(eos, int) else set(eos)
         streamer = TokenStreamer(text, eos_ids, queue, response_parser, self.active.discard)
-        seed = gen_config.seed
-
-        def generate() -> None:
-            try:
-                streamer.check_cancelled()  # it may have been cancelled in the queue
-                # Seeded in the inference thread: until now it may have sampled for other requests.
-                torch.manual_seed(torch.seed() if seed is None else seed)
-                model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    generation_config=gen_config,
-                    streamer=streamer,
-                )
-            except _GenerationCancelled:
-                if self.shutting_down:
-                    streamer._enqueue(_StreamError("the server is shutting down"))
-                streamer.end()
-            except Exception as error:
-                logger.exception("a request failed")
-                # transformers inserts the message into JSON unescaped.
-                streamer._enqueue(_StreamError(dumps(str(error))[1:-1]))
-            finally:
-                self.active.discard(streamer)
-
         self.active.add(streamer)
         inputs["streamer"] = streamer  # for the handler to cancel
         if self.shutting_down:
             streamer.cancel()
-        self.submit(generate)
+        self.waiting.append(Generation(ids, gen_config, streamer))
+        self.submit(self.work)
         return queue, streamer
+
+    def work(self) -> None:
+        """Generate until no request is left. Runs in the inference thread, once per request; what
+        comes in meanwhile joins the batch."""
+        batch = self.batch
+        while self.waiting or batch.rows or self.changes:
+            while self.changes:
+                self.changes.popleft()()
+            # One prompt per token: a burst of long prompts does not stop the others.
+            if self.waiting and batch.accepts(self.waiting[0]):
+                batch.add(self.waiting.popleft())
+            if batch.rows:
+                batch.step()
+
+    async def change(self, function: Callable[[], T]) -> T:
+        """Call a function in the inference thread, between two tokens, and return its result."""
+        done: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                done.set_result(function())
+            except Exception as error:
+                done.set_exception(error)
+
+        self.changes.append(call)
+        self.submit(self.work)
+        return await asyncio.wrap_future(done)
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
@@ -199,7 +169,7 @@ class GenerationQueue(GenerateManager):
 
     def shut_down(self) -> None:
         """Cancel all active requests; each ends at its next token."""
-        self.shutting_down = True
+        self.batch.shutting_down = True
         for streamer in list(self.active):
             streamer.cancel()
 

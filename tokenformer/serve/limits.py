@@ -65,7 +65,9 @@ class Limits:
     max_body: int = 2**20
     """Maximum size of a request body in bytes."""
     max_queue: int = 32
-    """Maximum number of requests that wait while another one is generating."""
+    """Maximum number of requests that wait while others are generating."""
+    max_batch: int = 16
+    """Maximum number of requests that generate together."""
     request_timeout: float = 30.0
     """Seconds for a client to send the headers, and again for the body."""
     template_timeout: float = 10.0
@@ -78,6 +80,8 @@ class Limits:
             raise LimitError(f"--max_body {self.max_body} must be at least 1 byte")
         if self.max_queue < 0:
             raise LimitError(f"--max_queue {self.max_queue} must be 0 or more")
+        if self.max_batch < 1:
+            raise LimitError(f"--max_batch {self.max_batch} must be at least 1")
         for name in ("request_timeout", "template_timeout"):
             seconds = getattr(self, name)
             if not 0 < seconds <= 86_400:

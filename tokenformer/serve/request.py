@@ -123,6 +123,15 @@ class ChatRequest(Request):
         return self
 
 
+class AdapterRequest(BaseModel):
+    """The body of `POST /v1/adapters`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Text
+    folder: Text
+
+
 def explain(error: ValidationError) -> str:
     """Return the errors of a request in one line."""
     wrong = []

@@ -27,28 +27,60 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerationState, Modality
 
-from tokenformer.serve.generation_queue import GenerationQueue, TokenStreamer
+from tokenformer.errors import TokenformerError
+from tokenformer.models.loading import join_names
+from tokenformer.serve.generation import TokenStreamer
+from tokenformer.serve.generation_queue import GenerationQueue
 from tokenformer.serve.limits import Limits
 from tokenformer.serve.middleware import LimitRequests, handle_error
 from tokenformer.serve.prompt_encoder import PromptEncoder
-from tokenformer.serve.request import ChatRequest, CompletionRequest, Request, explain
+from tokenformer.serve.request import (
+    AdapterRequest,
+    ChatRequest,
+    CompletionRequest,
+    Request,
+    explain,
+)
 
 ROUTES = {"/health", "/v1/models", "/v1/completions", "/v1/chat/completions"}
 """Routes that are kept; the others load or unload models or need another kind of model."""
 
 
 class SingleModelManager:
-    """The part of transformers' `ModelManager` that its server calls; it never loads a model."""
+    """The part of transformers' `ModelManager` that its server calls; it never loads a model.
+    `adapters` are more names for the model, which requests can choose."""
 
-    def __init__(self, name: str, model: Any, tokenizer: Any) -> None:
+    def __init__(self, name: str, model: Any, tokenizer: Any, adapters: Any = None) -> None:
         self.name = name
         self.model = model
         self.tokenizer = tokenizer
+        self.adapters = adapters
         self.created = int(time.time())
 
+    @property
+    def adapter_times(self) -> dict[str, int]:
+        """When each adapter was loaded, by name."""
+        return {} if self.adapters is None else self.adapters.served
+
     def get_gen_models(self) -> list[dict[str, Any]]:
-        created = {"object": "model", "created": self.created, "owned_by": "tokenformer"}
-        return [{"id": self.name, **created}]
+        adapters = [
+            self.describe(name, created, parent=self.name)
+            for name, created in self.adapter_times.items()
+        ]
+        return [self.describe(self.name, self.created), *adapters]
+
+    def describe(self, name: str, created: int, **more: str) -> dict[str, Any]:
+        model = {"id": name, "object": "model", "created": created, "owned_by": "tokenformer"}
+        return model | more
+
+    def adapter(self, name: str | None) -> str | None:
+        """Return the adapter that a request names; None for the model itself."""
+        if name in (None, self.name):
+            return None
+        if name not in self.adapter_times:
+            names = join_names([self.name, *self.adapter_times])
+            raise HTTPException(404, f"no model {name}; this server has {names}")
+        return name
 
     def shutdown(self) -> None:
         """The model is freed with the process."""
@@ -74,7 +106,8 @@ class ValidatingHandler:
             inputs = {"input_ids": await self.encode(body)}
         model, tokenizer = self.model_manager.model, self.model_manager.tokenizer
         config = self._build_generation_config(body, model.generation_config)
-        name = self.model_manager.name
+        config.adapter = self.model_manager.adapter(body.get("model"))  # it may be gone by now
+        name = config.adapter or self.model_manager.name
         arguments = (request_id, model, tokenizer, name, inputs, config, self.queue)
         if body["stream"]:
             return self._streaming(*arguments)
@@ -88,9 +121,7 @@ class ValidatingHandler:
             request = self.request.model_validate(body)
         except ValidationError as error:
             raise HTTPException(400, explain(error)) from None
-        name = self.model_manager.name
-        if request.model not in (None, name):
-            raise HTTPException(404, f"no model {request.model}; this server has {name}")
+        self.model_manager.adapter(request.model)
         body.clear()
         body.update(request.model_dump(exclude_none=True))
 
@@ -162,6 +193,36 @@ class ValidatingChatHandler(ValidatingHandler, ChatCompletionHandler):
         return await self.encoder.encode_chat(messages)
 
 
+def add_adapter_routes(app: FastAPI, manager: SingleModelManager, queue: GenerationQueue) -> None:
+    """Let clients load adapters from the folder of `--allow_adapter_changes` and remove them."""
+    adapters = manager.adapters
+
+    @app.post("/v1/adapters")
+    async def load(body: dict[str, Any]) -> dict[str, Any]:
+        try:
+            request = AdapterRequest.model_validate(body)
+        except ValidationError as error:
+            raise HTTPException(400, explain(error)) from None
+        if request.name == manager.name or request.name in adapters.served:
+            raise HTTPException(409, f"there is a model {request.name} already")
+        try:
+            await adapters.add(queue, request.name, request.folder)
+        except TokenformerError as error:
+            raise HTTPException(400, str(error)) from None
+        created = adapters.served[request.name]
+        return manager.describe(request.name, created, parent=manager.name)
+
+    @app.delete("/v1/adapters/{name:path}")
+    async def remove(name: str) -> dict[str, Any]:
+        if manager.adapter(name) is None:
+            raise HTTPException(400, f"{name} is the model itself, which cannot be removed")
+        try:
+            await adapters.delete(queue, name)
+        except TokenformerError as error:
+            raise HTTPException(409, str(error)) from None
+        return {"id": name, "object": "model", "deleted": True}
+
+
 def build_app(
     name: str,
     model: Any,
@@ -169,9 +230,10 @@ def build_app(
     queue: GenerationQueue,
     encoder: PromptEncoder,
     limits: Limits,
+    adapters: Any = None,
 ) -> FastAPI:
-    """Return the application that serves `model` as `name`."""
-    manager = SingleModelManager(name, model, tokenizer)
+    """Return the application that serves `model` as `name`, with `ServedAdapters`."""
+    manager = SingleModelManager(name, model, tokenizer, adapters)
     app: FastAPI = build_server(
         manager,
         ValidatingChatHandler(manager, queue, encoder),
@@ -182,6 +244,8 @@ def build_app(
         generation_state=GenerationState(),
     )
     app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", None) in ROUTES]
+    if adapters is not None and adapters.root is not None:
+        add_adapter_routes(app, manager, queue)
     for kind in (HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, handle_error)
     app.add_middleware(LimitRequests, limits=limits)

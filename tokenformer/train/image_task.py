@@ -12,6 +12,7 @@ from tokenformer.data.image_batches import ImageBatch, ImageReader, LazyBatch
 from tokenformer.models.accounting import image_training_flops
 from tokenformer.models.vision import VisionModelForImageClassification
 from tokenformer.train.memory import least_activation_bytes
+from tokenformer.train.task import Batch, Task
 
 
 class ClassificationLoss(nn.Module):
@@ -44,6 +45,8 @@ class ImageTask:
     flops_per_sample: int = field(init=False)
     chance_loss: float = field(init=False)
     least_activation_bytes: int = field(init=False)
+    trained: nn.Module | None = field(init=False, default=None)
+    kept: Task | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.module = ClassificationLoss(self.model)
@@ -54,6 +57,12 @@ class ImageTask:
 
     def batch(self, first_sample: int, count: int) -> ImageBatch:
         return self.pictures.training_batch(first_sample, count, self.seed, self.augmentation)
+
+    def count_losses(self, first_sample: int, count: int) -> int:
+        return count
+
+    def count_batch_losses(self, batch: Batch) -> int:
+        return len(batch)
 
     def prefetch(self, first_sample: int, count: int) -> None:
         self.pictures.prefetch(first_sample, count, self.seed, self.augmentation)

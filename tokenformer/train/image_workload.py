@@ -1,6 +1,10 @@
 """The data and models of an image recipe."""
 
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from tokenformer.data.image_batches import ImageReader
 from tokenformer.data.image_sources import all_splits, load_images
@@ -14,11 +18,15 @@ from tokenformer.models.configuration import (
 from tokenformer.models.image_processing import TokenformerImageProcessor
 from tokenformer.models.loading import load_for_training
 from tokenformer.models.model_classes import MODEL_CLASSES, build_on_meta
+from tokenformer.models.seeds import named_seed
 from tokenformer.models.vision import VisionModelForImageClassification
+from tokenformer.train.export import export
 from tokenformer.train.image_task import ImageTask
 from tokenformer.train.options import Recipe
 from tokenformer.train.recipe_inputs import new_config
+from tokenformer.train.run_record import MODEL
 
+HEAD = "classifier"
 IMAGE_FAMILIES: dict[str, type[Any]] = {
     "tokenformer": TokenformerVisionConfig,
     "transformer": TransformerVisionConfig,
@@ -29,6 +37,9 @@ class ImageWorkload:
     """Images, and the models and tasks that a run trains on them."""
 
     unit = "images"
+    export_name = MODEL
+    unfrozen: tuple[str, ...] = ()
+    """Modules that train with any adapter: a classifier of other classes than the base's."""
 
     def __init__(self, recipe: Recipe) -> None:
         data = recipe.data
@@ -94,6 +105,42 @@ class ImageWorkload:
 
     def token_batches(self) -> None:
         """There is no text to learn growth on."""
+
+    def saved_model(self, state: dict[str, Any]) -> VisionModelForImageClassification:
+        """Return the model of a checkpoint, on the meta device."""
+        model = build_on_meta(state["config"])
+        assert isinstance(model, VisionModelForImageClassification)
+        return model
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def notes(self, model: VisionModelForImageClassification) -> list[str]:
+        return []
+
+    def load_base(self, folder: str, family: str, seed: int) -> VisionModelForImageClassification:
+        """Load a model to adapt. If its classes are others than those of these images, the head is
+        trained too; if there are more or fewer, it is a new one."""
+        model_class: Any = MODEL_CLASSES[IMAGE_FAMILIES[family]]
+        model: VisionModelForImageClassification = load_for_training(model_class, folder)
+        before = [model.config.id2label[index] for index in range(model.config.num_labels)]
+        if before != list(self.classes):
+            self.unfrozen = (HEAD,)
+        if len(before) != len(self.classes):
+            model.classifier = nn.Linear(model.config.hidden_size, len(self.classes))
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(named_seed(seed, HEAD))
+                model._init_weights(model.classifier)
+        model.config.update(self.class_names)
+        return model
+
+    def inputs(self, model: VisionModelForImageClassification, count: int) -> list[Tensor]:
+        """Return the pixels of at most `count` training images, [1, C, H, W] each."""
+        batches = self.reader(self.train, model).held_out(1, count)
+        return [batch.to("cpu").pixels for batch in batches]
+
+    def export(self, model: VisionModelForImageClassification, folder: Path) -> None:
+        export(model, self.preprocessor(model), folder)
 
     def preprocessor(self, model: VisionModelForImageClassification) -> TokenformerImageProcessor:
         """Return the image processor to export with the model."""

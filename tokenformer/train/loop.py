@@ -8,7 +8,7 @@ that a resumed loop needs; `run` saves and restores them between steps.
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -38,7 +38,7 @@ from tokenformer.train.row_rates import RowRates
 from tokenformer.train.scale_anneal import ScaleAnneal
 from tokenformer.train.schedule import rate_factor
 from tokenformer.train.stages import Stage
-from tokenformer.train.task import Task
+from tokenformer.train.task import Batch, Task
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -82,12 +82,13 @@ class Loop:
             task.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.module = distribute(task.model, task.module, run.parallel, run.seed, self.mesh)
         task.model.train()
-        self.parameters = list(task.model.parameters())  # listing them takes as long as clipping
-        self.optimizer = make_optimizer(task.model, optimizer)
+        self.trained = task.model if task.trained is None else task.trained
+        self.parameters = list(self.trained.parameters())  # listing them takes as long as clipping
+        self.optimizer = make_optimizer(self.trained, optimizer)
         self.row_rates = RowRates(task.model)
         self.balance = RouterBalance(task.model, self.ranks)
         self.anneal = None if anneal_steps is None else ScaleAnneal(task.model, anneal_steps)
-        self.ema = WeightEMA(task.model, run.ema) if run.ema is not None else None
+        self.ema = WeightEMA(self.trained, run.ema) if run.ema is not None else None
         self.compiled_module = torch.compile(self.module) if run.compile else self.module
         # fp16 gradients underflow: the loss is scaled up and the gradients are scaled back.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=run.precision == "fp16")
@@ -97,11 +98,13 @@ class Loop:
         share = run.batch_size // self.ranks.count
         self.micro_batch_size = min(run.micro_batch_size or share, share)
         check_memory(task.least_activation_bytes, self.micro_batch_size, run, self.device)
-        self.held_out = (
-            task.validation(self.micro_batch_size, run.validation_sequences)
-            if run.validate_every
-            else []
-        )
+        self.held_out = self.validation_batches(task)
+        self.kept = [] if task.kept is None else self.validation_batches(task.kept)
+
+    def validation_batches(self, task: Task) -> Sequence[Batch]:
+        if not self.run.validate_every:
+            return []
+        return task.validation(self.micro_batch_size, self.run.validation_sequences)
 
     @classmethod
     def from_stage(cls, task: Task, stage: Stage) -> "Loop":
@@ -183,9 +186,7 @@ class Loop:
         row["tokens"], row["flops"] = self.progress.tokens, self.progress.flops
         if problem is None and self.should_validate(step):
             with explained_memory(self.micro_batch_size, self.device):
-                means = self.held_out_means()
-            row["val_loss"] = means[0]
-            row |= self.task.describe(*means)
+                row |= self.held_out_metrics()
         self.progress.seconds += time.perf_counter() - start
         row["seconds"] = self.progress.seconds
         return row
@@ -219,7 +220,7 @@ class Loop:
         """Accumulate the gradients of the mean loss of the global batch; return that loss."""
         share = self.run.batch_size // self.ranks.count
         begin = first_sample + self.ranks.index * share
-        tokens = self.run.batch_size * self.task.tokens_per_sample
+        tokens = self.task.count_losses(first_sample, self.run.batch_size)
         summed = 0.0
         for offset in range(0, share, self.micro_batch_size):
             count = min(self.micro_batch_size, share - offset)
@@ -252,17 +253,27 @@ class Loop:
 
     def validate(self) -> float:
         """Return the mean loss over the held-out samples."""
-        return self.held_out_means()[0]
+        return self.means_over(self.held_out)[0]
+
+    def held_out_metrics(self) -> Row:
+        """Return the loss and the task's metrics on the held-out samples, and on those of the kept
+        data if there are any."""
+        means = self.means_over(self.held_out)
+        row: Row = {"val_loss": means[0], **self.task.describe(*means)}
+        if self.task.kept is not None:
+            means = self.means_over(self.kept)
+            metrics = {"val_loss": means[0], **self.task.kept.describe(*means)}
+            row |= {name.replace("val_", "keep_"): value for name, value in metrics.items()}
+        return row
 
     @torch.no_grad()
-    def held_out_means(self) -> list[float]:
-        """Return the mean loss over the held-out samples, then the task's other means, if any. The
-        ranks share the work."""
+    def means_over(self, batches: Sequence[Batch]) -> list[float]:
+        """Return the mean loss over batches, then the task's other means, if any. The ranks share
+        the work."""
         self.task.model.eval()
         sums: list[float] = []
-        samples = sum(len(batch) for batch in self.held_out)
         with self.ema_weights():
-            for index, batch in enumerate(self.held_out):
+            for index, batch in enumerate(batches):
                 # Every rank calls a sharded model equally often: the ranks wait for each other.
                 mine = index % self.ranks.count == self.ranks.index
                 if mine or isinstance(self.module, FSDPModule):
@@ -273,7 +284,7 @@ class Loop:
                         sums = [a + b for a, b in zip(before, found, strict=True)]
         self.task.model.train()
         sums += [0.0] * (max_over_ranks(len(sums)) - len(sums))  # on a rank without batches
-        count = samples * self.task.tokens_per_sample
+        count = sum(self.task.count_batch_losses(batch) for batch in batches)
         return [sum_over_ranks(one, self.ranks) / count for one in sums]
 
     @contextmanager

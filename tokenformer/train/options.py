@@ -5,6 +5,9 @@ from typing import Any, Literal
 
 from tokenformer.data.augmentation_options import AugmentationOptions
 
+ADAPTED_LAYERS = ("ffn", "q", "k", "v", "o")
+"""The layers of a block that can be adapted."""
+
 
 @dataclass
 class ModelOptions:
@@ -235,6 +238,69 @@ class StageOptions:
 
 
 @dataclass
+class AdapterOptions:
+    """What to train of the model in `model.start_from`, and what to watch while it learns. The
+    base is frozen unless the method is `full`."""
+
+    method: Literal["tokens", "lora", "full", "sparse"] | None = None
+    """tokens adds tokens to the layers (a token adapter), lora adds low-rank updates (peft), full
+    trains all parameters, sparse the existing tokens that the new data uses and `keep` does not.
+    None trains all parameters without measuring the base."""
+    tokens: int = 32
+    """Tokens per layer: to add, or for `sparse` existing ones to train."""
+    share: float | None = None
+    """Instead of `tokens`, for `sparse`: the share of the tokens of each layer to train."""
+    layers: list[str] | None = None
+    """Which layers: any of ffn, q, k, v, o. By default ffn, for `lora` all."""
+    blocks: list[int] | None = None
+    """Which blocks, counted from 0; by default all."""
+    norm: Literal["shared", "own"] = "shared"
+    """For `tokens`: the new tokens share the norm of the old ones, or have one of their own."""
+    rank: int = 8
+    """For `lora`: the rank of the updates."""
+    alpha: float | None = None
+    """For `lora`: the scale of the updates times the rank; by default twice the rank."""
+    rslora: bool = False
+    """For `lora`: divide alpha by the root of the rank instead of the rank."""
+    keep: str | None = None
+    """A second corpus, or images, whose held-out loss is measured at every validation; for
+    `sparse` also the background that tells which tokens are free."""
+
+    def __post_init__(self) -> None:
+        require(self, 1, "tokens", "rank")
+        if self.share is not None and not 0 < self.share <= 1:
+            raise ValueError(f"share={self.share} must be above 0 and at most 1")
+        if self.alpha is not None and not self.alpha > 0:
+            raise ValueError(f"alpha={self.alpha} must be above 0")
+        for layer in self.layers or []:
+            if layer not in ADAPTED_LAYERS:
+                known = ", ".join(ADAPTED_LAYERS)
+                raise ValueError(f"layers: {layer!r} is unknown; choose from {known}")
+        for name in ("layers", "blocks"):
+            if getattr(self, name) == []:
+                raise ValueError(f"{name}=[] leaves nothing to train; leave it out for the default")
+        if self.method == "sparse" and self.keep is None:
+            raise ValueError(
+                "method=sparse needs keep=DATA, data like that the model was trained on, to find "
+                "the tokens that it does not use"
+            )
+
+    def count_rows(self, tokens: int) -> int:
+        """Return how many of the tokens of a layer `sparse` trains."""
+        rows = self.tokens if self.share is None else max(1, round(self.share * tokens))
+        return min(tokens, rows)
+
+    @property
+    def freezes_base(self) -> bool:
+        return self.method in ("tokens", "lora", "sparse")
+
+    @property
+    def is_saved_apart(self) -> bool:
+        """Whether the result is an adapter folder, not a model of its own."""
+        return self.method in ("tokens", "lora")
+
+
+@dataclass
 class Recipe:
     """A training run, as written in a recipe file."""
 
@@ -246,6 +312,7 @@ class Recipe:
     stages: list[StageOptions] = field(default_factory=list)
     """Stages of the run, between which the model grows. Their steps replace `run.steps`."""
     augmentation: AugmentationOptions = field(default_factory=AugmentationOptions)
+    adapter: AdapterOptions = field(default_factory=AdapterOptions)
 
 
 def require(options: Any, least: int, *names: str) -> None:

@@ -110,6 +110,8 @@ class Describer:
         parts.append(f"{speed:,.0f} {self.unit}/s")
         if "val_bpb" in self.held_out:
             parts.append(f"{self.held_out['val_bpb']:.3f} bits/byte")
+        if "keep_loss" in self.held_out:
+            parts.append(f"kept data {self.held_out['keep_loss']:.3f}")
         if "val_accuracy" in self.held_out:
             parts.append(f"{self.held_out['val_accuracy']:.1%} right")
         if self.details:

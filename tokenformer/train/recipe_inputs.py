@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenformer.data.corpus import Corpus, Split
+from tokenformer.data.examples import ExampleSplit, open_split
 from tokenformer.data.image_sources import DIGITS
 from tokenformer.errors import DataError
 from tokenformer.installation import PACKAGE, RECIPES
@@ -23,6 +24,7 @@ from tokenformer.train.recipe import read_mapping
 from tokenformer.train.reporters import check_reporters
 from tokenformer.train.stages import plan
 
+TextSplit = Split | ExampleSplit
 TRAIN, VALIDATION = "train", "validation"
 PRESETS = {
     ("tokenformer", True): presets.TOKENFORMER_PRESETS,
@@ -41,7 +43,7 @@ def resolve_paths(
     written = read_mapping(file)
 
     def find(section: str, name: str, value: str | None) -> str | None:
-        if value is None or (name == "images" and value == DIGITS):
+        if value is None or value == DIGITS:
             return value
         in_recipe = (written.get(section) or {}).get(name) == value
         recorded = ((record or {}).get(section) or {}).get(name)
@@ -62,7 +64,9 @@ def resolve_paths(
     start = find("model", "start_from", recipe.model.start_from)
     if start is not None and exists(Path(start) / "model" / "config.json"):
         start = str(Path(start) / "model")  # a run folder
-    return replace(recipe, data=data, model=replace(recipe.model, start_from=start))
+    adapter = replace(recipe.adapter, keep=find("adapter", "keep", recipe.adapter.keep))
+    model = replace(recipe.model, start_from=start)
+    return replace(recipe, data=data, model=model, adapter=adapter)
 
 
 def candidates(value: str, file: Path | None, recorded: str | None) -> Iterator[Path]:
@@ -82,9 +86,10 @@ def candidates(value: str, file: Path | None, recorded: str | None) -> Iterator[
 
 def check_inputs(recipe: Recipe, begun: bool, needs_data: bool = True) -> None:
     """Raise if data, initial model, preset, stages or loggers are missing or invalid. A run that
-    has `begun` no longer needs its initial model; a dry run needs no data."""
+    has `begun` needs its initial model only if that is frozen; a dry run needs no data."""
     plan(recipe)
     check_reporters(recipe.run.log_to)
+    check_adapter(recipe)
     model, data = recipe.model, recipe.data
     if model.preset is not None and not begun:
         presets.preset(model.preset, PRESETS[model.family, data.images is None])
@@ -94,8 +99,30 @@ def check_inputs(recipe: Recipe, begun: bool, needs_data: bool = True) -> None:
         text_splits(recipe)
     elif data.images != DIGITS and is_mistyped(data.images):
         raise DataError(f"data.images: {missing_message(data.images)}")
-    if model.start_from is not None and not begun:
+    if model.start_from is not None and (not begun or recipe.adapter.freezes_base):
         check_start(model.start_from)
+
+
+def check_adapter(recipe: Recipe) -> None:
+    """Raise for options that an adapter cannot be combined with."""
+    options = recipe.adapter
+    if options.method is None:
+        if options.keep is not None:
+            raise DataError(f"adapter.keep={options.keep} needs adapter.method")
+        return
+    if recipe.model.start_from is None:
+        raise DataError(
+            f"adapter.method={options.method} adapts a trained model; name it in model.start_from"
+        )
+    for name, value, plain in (
+        ("stages", len(recipe.stages), 0),
+        ("run.nested", recipe.run.nested, None),
+        ("run.tensor_parallel", recipe.run.tensor_parallel, 1),
+    ):
+        if value != plain:
+            raise DataError(f"{name} cannot be combined with adapter.method={options.method}")
+    if options.keep is not None and recipe.data.images is None:
+        text_splits(replace(recipe, data=replace(recipe.data, corpus=options.keep)), "adapter.keep")
 
 
 def absent_data(recipe: Recipe) -> str | None:
@@ -154,16 +181,19 @@ def check_model_options(options: dict[str, Any], config_class: type[Any]) -> Non
             )
 
 
-def text_splits(recipe: Recipe) -> tuple[Corpus, Split, Split | None]:
-    """Return the corpus of a recipe, its training split and, if used, its validation split."""
+def text_splits(
+    recipe: Recipe, option: str = "data.corpus"
+) -> tuple[Corpus, TextSplit, TextSplit | None]:
+    """Return the corpus of a recipe, its training split and, if used, its validation split.
+    Messages call the corpus `option`."""
     data = recipe.data
     if data.corpus is None:
-        raise DataError("data.corpus is missing; name a folder made by `tokenformer prepare`")
+        raise DataError(f"{option} is missing; name a folder made by `tokenformer prepare`")
     if not exists(expand_user(data.corpus)):
         hint = "" if closest_path(Path(data.corpus)) else "; make it with `tokenformer prepare`"
-        raise DataError(f"data.corpus: {missing_message(data.corpus)}{hint}")
+        raise DataError(f"{option}: {missing_message(data.corpus)}{hint}")
     corpus = Corpus(data.corpus)
-    train = corpus.split(TRAIN)
+    train = open_split(corpus, TRAIN)
     check_split(corpus, train, data.length, "")
     if recipe.run.validate_every == 0:
         return corpus, train, None
@@ -173,13 +203,13 @@ def text_splits(recipe: Recipe) -> tuple[Corpus, Split, Split | None]:
             f"{data.corpus} has no split {VALIDATION}; it has {', '.join(corpus.splits)}; prepare "
             f"the text with --validation 0.05{remedy}"
         )
-    validation = corpus.split(VALIDATION)
+    validation = open_split(corpus, VALIDATION)
     check_split(corpus, validation, data.length, remedy)
     return corpus, train, validation
 
 
-def check_split(corpus: Corpus, split: Split, length: int, remedy: str) -> None:
-    if len(split) <= length:
+def check_split(corpus: Corpus, split: TextSplit, length: int, remedy: str) -> None:
+    if isinstance(split, Split) and len(split) <= length:
         raise DataError(
             f"split {split.name} of {corpus.folder} has {len(split):,} tokens, one sequence needs "
             f"{length + 1:,}; lower data.length{remedy}"

@@ -21,7 +21,6 @@ from tokenformer.growth.growth_report import GrowthReport
 from tokenformer.models.loading import device
 from tokenformer.train import checkpoint
 from tokenformer.train.checkpoint.async_saver import AsyncSaver
-from tokenformer.train.export import export
 from tokenformer.train.loop import Loop
 from tokenformer.train.loss_plot import draw_loss
 from tokenformer.train.metrics import (
@@ -41,7 +40,6 @@ from tokenformer.train.run_record import (
     CHECKPOINTS,
     LOSS_PLOT,
     METRICS,
-    MODEL,
     Record,
     check_folder,
 )
@@ -104,13 +102,15 @@ class Run:
             return
         if self.ranks.first:
             self.folder.mkdir(parents=True, exist_ok=True)
-            cut_metrics(self.folder / METRICS, self.loop.progress.step, self.report)
+            step = self.loop.progress.step if self.resumed is not None else -1
+            cut_metrics(self.folder / METRICS, step, self.report)
         with ExitStack() as stack:
             saver = stack.enter_context(AsyncSaver())
             stack.enter_context(self.stop_on_signals())
             write = stack.enter_context(metrics_writer(self.folder / METRICS, self.ranks))
             reports = [stack.enter_context(context) for context in self.reporters()]
             self.choose_threads()
+            self.measure_base(write)
             start_loss = self.start_loss()
             while not self.at_last_step:
                 if self.at_stage_end:
@@ -155,8 +155,20 @@ class Run:
             torch.set_num_threads(threads)
             self.report(f"Training with {threads} thread{'s' if threads > 1 else ''}, the fastest")
 
+    def measure_base(self, write: Callable[[Row], None]) -> None:
+        """Write the held-out metrics of the model before it is adapted, as the row of step 0. A
+        resumed run has them."""
+        is_adapted = self.recipe.adapter.method is not None
+        if not is_adapted or self.resumed is not None or not self.recipe.run.validate_every:
+            return
+        progress = self.loop.progress
+        counters = {"tokens": progress.tokens, "flops": progress.flops, "seconds": 0.0}
+        write({"step": progress.step, **counters, **self.loop.held_out_metrics()})
+
     def start_loss(self) -> float | None:
         """Return the held-out loss of the model in `start_from`, if this run starts from one."""
+        if self.recipe.adapter.method is not None:
+            return None  # its base is measured
         if self.resumed is not None or self.recipe.model.start_from is None:
             return None
         if not self.recipe.run.validate_every:
@@ -180,6 +192,11 @@ class Run:
         return [reporter(name, self.folder, config, step) for name in self.recipe.run.log_to]
 
     @property
+    def exported(self) -> Path:
+        """The folder of the exported model or adapter."""
+        return self.folder / self.workload.export_name
+
+    @property
     def at_stage_end(self) -> bool:
         return self.loop.progress.step >= self.stage.last_step
 
@@ -199,7 +216,7 @@ class Run:
             return False
         past = self.loop.progress.step > self.last_step
         plot = self.folder / LOSS_PLOT
-        exported = (self.folder / MODEL).is_dir() and plot.exists()
+        exported = self.exported.is_dir() and plot.exists()
         saved = self.resumed.stat().st_mtime_ns
         return self.ranks.share(past or (exported and plot.stat().st_mtime_ns >= saved))
 
@@ -277,13 +294,14 @@ class Run:
         self.loop.update_config()
         state = {
             **self.loop.state_dict(),
+            **self.workload.state(),
             "stage": self.stage.index,
             "best": self.best,
             "threads": torch.get_num_threads(),
         }
         saver.save(
             self.checkpoints,
-            model=self.loop.task.model,
+            model=self.loop.trained,
             optimizer=self.loop.optimizer,
             state=state,
             extra={} if self.loop.ema is None else self.loop.ema.state_dict(),
@@ -331,10 +349,9 @@ class Run:
         write(row)
 
     def export(self) -> None:
-        """Write the model, with EMA weights if there are any, to the run's `model` folder."""
+        """Write the model or adapter, with EMA weights if there are any, to its folder."""
         with self.loop.ema_weights():
-            model = self.loop.task.model
-            export(model, self.workload.preprocessor(model), self.folder / MODEL)
+            self.workload.export(self.loop.task.model, self.exported)
 
     def finish(self) -> None:
         """Export the final model and plot the loss."""

@@ -40,14 +40,15 @@ FREE = {
     "stages[].micro_batch_size",
 }
 """Options that can change at any time: they do not affect the result."""
-FIXED = re.compile(r"model\..*|data\.(length|held_out_share)")
+FIXED = re.compile(r"model\..*|adapter\..*|data\.(length|held_out_share)")
 """Options that cannot change once a run has begun, even with --override."""
 LENGTH = re.compile(
     r"run\.steps|schedule\.warmup_steps|stages|stages\[\]\.(schedule\.warmup_)?steps"
 )
 """Options that only set the length of a run; `max_steps` changes them together."""
-DATA_PATHS = ("data.corpus", "data.images")
+DATA_PATHS = ("data.corpus", "data.images", "adapter.keep")
 START = "model.start_from"
+ADAPTER = "adapter"
 MODEL, CHECKPOINTS, LOSS_PLOT, METRICS = "model", "checkpoints", "loss.png", "metrics.jsonl"
 
 
@@ -162,7 +163,7 @@ class Record:
         elif changes or (self.folder / HISTORY).exists():
             self.write_history(changes, step)
         if self.values is None or changes:
-            values = plain(asdict(recipe))
+            values = recorded(recipe)
             write_atomic(self.folder / CONFIG, yaml.safe_dump(values, sort_keys=False))
             self.values = values
 
@@ -179,14 +180,23 @@ class Record:
         write_atomic(path, yaml.safe_dump({"changes": rows}, sort_keys=False))
 
 
+def recorded(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe as it is recorded; a run without an adapter has no such section."""
+    values: dict[str, Any] = plain(asdict(recipe))
+    if recipe.adapter.method is None:
+        del values["adapter"]
+    return values
+
+
 def read_record(path: Path) -> dict[str, Any]:
     remedy = "; restore it, or name another --out to begin a new run"
     values = read_mapping(path, remedy)
     for section in SECTIONS:
         if not isinstance(values.get(section), dict):
             raise RecipeError(f"{path} is damaged: it has no section {section}{remedy}")
-    if not isinstance(values.get("augmentation", {}), dict):
-        raise RecipeError(f"{path} is damaged: augmentation holds no options{remedy}")
+    for section in ("augmentation", "adapter"):
+        if not isinstance(values.get(section, {}), dict):
+            raise RecipeError(f"{path} is damaged: {section} holds no options{remedy}")
     stages = values.get("stages", [])
     if not isinstance(stages, list):
         raise RecipeError(f"{path} is damaged: its stages are no list{remedy}")
@@ -235,13 +245,13 @@ def newest_step(folder: Path) -> int:
     return max(checkpoint_steps(folder), default=0)
 
 
-def check_folder(folder: Path) -> None:
+def check_folder(folder: Path, exported: str = MODEL) -> None:
     """Raise if a new run would replace files in the folder, except those of a run killed before its
     first checkpoint. Other files, such as a log, are allowed."""
     if not folder.is_dir() or checkpoint_steps(folder):
         return
     names = {path.name for path in folder.iterdir()}
-    replaced = names & ({MODEL, LOSS_PLOT} if CONFIG in names else {MODEL, LOSS_PLOT, METRICS})
+    replaced = names & ({exported, LOSS_PLOT} | (set() if CONFIG in names else {METRICS}))
     if not replaced:
         return
     what = "a run without checkpoints" if CONFIG in names else f"{min(replaced)} and is not a run"

@@ -14,9 +14,10 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tokenformer.data.batches import fixed_batches, sample_batch
 from tokenformer.data.corpus import TokenSequence
+from tokenformer.layers.int8 import Int8Linear
 from tokenformer.models.accounting import training_flops
 from tokenformer.models.language import LanguageModelForCausalLM
-from tokenformer.train.loss import chunked_cross_entropy
+from tokenformer.train.loss import IGNORED, chunked_cross_entropy
 from tokenformer.train.memory import least_activation_bytes
 
 
@@ -44,9 +45,21 @@ class Task(Protocol):
     """Mean loss of a uniform prediction, in nats."""
     least_activation_bytes: int
     """Lower bound on the bytes per sample kept for the backward pass in fp32."""
+    trained: nn.Module | None
+    """The part of the model that trains and that a checkpoint holds; None for all of it."""
+    kept: "Task | None"
+    """Other data to measure the same module on; of this task only held-out samples are used."""
 
     def batch(self, first_sample: int, count: int) -> Batch:
         """Return samples by index since the start of training; a pure function of it."""
+        ...
+
+    def count_losses(self, first_sample: int, count: int) -> int:
+        """Return how many losses the module sums up for `batch(first_sample, count)`."""
+        ...
+
+    def count_batch_losses(self, batch: Batch) -> int:
+        """Return how many losses the module sums up for a batch."""
         ...
 
     def prefetch(self, first_sample: int, count: int) -> None:
@@ -64,16 +77,26 @@ class Task(Protocol):
 
 
 class NextTokenLoss(nn.Module):
-    """A causal language model with its loss: maps token ids [B, T + 1] to the summed loss."""
+    """A causal language model with its loss: maps token ids [B, T + 1] to the summed loss.
+
+    A negative number is a token without a loss, such as one of a prompt: `~id` for a token id
+    (`data.examples`).
+    """
 
     def __init__(self, model: LanguageModelForCausalLM) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, tokens: Tensor) -> Tensor:
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        inputs = torch.maximum(tokens, ~tokens)[:, :-1]  # ~(~id) is id
+        targets = tokens[:, 1:]
+        targets = targets.masked_fill(targets < 0, IGNORED)
         hidden = self.model.model(input_ids=inputs, use_cache=False).last_hidden_state
-        return chunked_cross_entropy(hidden, self.model.lm_head.weight, targets)
+        return chunked_cross_entropy(hidden, self.output_embedding(hidden.dtype), targets)
+
+    def output_embedding(self, dtype: torch.dtype) -> Tensor:
+        head = self.model.lm_head
+        return head.dequantized(dtype) if isinstance(head, Int8Linear) else head.weight
 
 
 @dataclass
@@ -92,6 +115,8 @@ class LanguageTask:
     flops_per_sample: int = field(init=False)
     chance_loss: float = field(init=False)
     least_activation_bytes: int = field(init=False)
+    trained: nn.Module | None = field(init=False, default=None)
+    kept: Task | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.module = NextTokenLoss(self.model)
@@ -109,6 +134,13 @@ class LanguageTask:
             count=count,
             mode=self.order,
         )
+
+    def count_losses(self, first_sample: int, count: int) -> int:
+        return count * self.length
+
+    def count_batch_losses(self, batch: Batch) -> int:
+        assert isinstance(batch, Tensor)
+        return int((batch[:, 1:] >= 0).sum())
 
     def prefetch(self, first_sample: int, count: int) -> None:
         """Token ids need no preparation."""

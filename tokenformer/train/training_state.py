@@ -8,7 +8,7 @@ Between two stages a run grows its last checkpoint, never the state in memory, s
 interrupted run grows the same model. Each rank holds the whole model while it grows.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from tokenformer.errors import CheckpointError
+from tokenformer.errors import CheckpointError, TokenformerError
 from tokenformer.growth.grown_optimizer import grow_average, grow_optimizer
 from tokenformer.growth.growth_report import GrowthReport
 from tokenformer.growth.model_folder import REPORT
@@ -61,7 +61,7 @@ class TrainingState:
             raise CheckpointError(
                 f"checkpoint {path} has no optimizer state; grow a model folder instead"
             )
-        model = build_saved_model(path, state["config"])
+        model = build_saved_model(path, state)
         init_weights(model, 0, torch.device("cpu"))  # allocates the tensors to load into
         optimizer = build_saved_optimizer(model, groups)
         _, extra = checkpoint.load(path, model=model, optimizer=optimizer, hashes=False)
@@ -140,12 +140,12 @@ def resume_loop(path: Path, state: dict[str, Any], stage: Stage, workload: Workl
     """Return the loop that continues from a checkpoint that was verified. Each rank loads its
     shards. Hyperparameters are those of `stage`; an EMA that the checkpoint lacks starts at the
     loaded weights."""
-    model = build_saved_model(path, state["config"])
+    model = build_saved_model(path, state, workload.saved_model)
     loop = Loop.from_stage(workload.task(model), stage)
     has_ema = loop.ema is not None and checkpoint.has_extra(path)
     checkpoint.load(
         path,
-        model=model,
+        model=loop.trained,
         optimizer=loop.optimizer,
         extra=loop.ema.state_dict() if loop.ema is not None and has_ema else {},
         hashes=False,
@@ -157,10 +157,21 @@ def resume_loop(path: Path, state: dict[str, Any], stage: Stage, workload: Workl
     return loop
 
 
-def build_saved_model(path: Path, config: dict[str, Any]) -> "PreTrainedModel":
-    """Build the model of a checkpoint on the meta device."""
+def build_saved_model(
+    path: Path,
+    state: dict[str, Any],
+    build: "Callable[[dict[str, Any]], PreTrainedModel] | None" = None,
+) -> "PreTrainedModel":
+    """Build the model of a checkpoint, by default on the meta device."""
+    if build is None and state.get("base") is not None:
+        raise CheckpointError(
+            f"checkpoint {path} holds only what was trained on a frozen base; use the folder "
+            "adapter or model of its run"
+        )
     try:
-        return build_on_meta(config)
+        return build_on_meta(state["config"]) if build is None else build(state)
+    except TokenformerError:
+        raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"checkpoint {path} has no valid model config: {type(error).__name__}: {reason(error)}"

@@ -185,6 +185,17 @@ def test_no_threshold_changes_nothing(make_model: Any) -> None:
         tokenformer.sparsify(sparse, [ids])
 
 
+def test_ages_move_with_their_tokens(make_model: Any) -> None:
+    grown, _ = tokenformer.grow(make_model("tokenformer"), ffn_tokens=64)
+    ids = torch.randint(61, (4, 32))
+    sparse, _ = tokenformer.sparsify(grown, [ids], active=0.5, group_size=8)
+    for number in range(2):
+        ages = torch.tensor(sparse.config.ages("ffn", number))
+        assert ages.sum() == 20
+        keys = sparse.model.layers[number].ffn.key_tokens
+        assert torch.equal((keys == 0).all(1), ages == 1), "new tokens have zero keys"
+
+
 def test_learned_scales_stay(make_config: Any) -> None:
     torch.manual_seed(0)
     model = tokenformer.TokenformerForCausalLM(

@@ -83,6 +83,7 @@ class TokenRewrite:
         self.sizes: TokenCounts = {}
         self.scales: dict[LayerProjection, float] = {}
         self.rates: dict[LayerProjection, list[float]] = {}
+        self.ages: dict[LayerProjection, list[int]] = {}
         self.parts: list[ChangedPart] = []
         self.mappings: dict[str, ParameterMapping] = {}
 
@@ -90,7 +91,12 @@ class TokenRewrite:
     def config(self) -> TokenConfig:
         """The configuration of the new model; call `tensors` first."""
         return config_with_tokens(
-            self.before, self.sizes, self.scales, learned_scale=self.learned, rates=self.rates
+            self.before,
+            self.sizes,
+            self.scales,
+            learned_scale=self.learned,
+            rates=self.rates,
+            ages=self.ages,
         )
 
     def tensors(
@@ -141,6 +147,7 @@ class TokenRewrite:
         if self.old_rate is not None:
             rates = [self.old_rate] * before.size
         self.rates[projection] = new.rates(rates)
+        self.ages[projection] = new.ages(self.before.ages(*projection), self.before.growths + 1)
         self.mappings |= new.mappings(layer)
         self.parts.append(
             ChangedPart(layer, (before.size,), (after.size,), before.scale, after.scale, change)

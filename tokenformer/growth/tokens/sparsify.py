@@ -23,7 +23,12 @@ from tokenformer.growth.sparsity_report import SparseLayer, SparsityReport
 from tokenformer.growth.tokens.sparse_distillation import divergence, mean_losses, train_to_match
 from tokenformer.growth.tokens.thresholds import build_with_thresholds, layer_threshold
 from tokenformer.growth.tokens.token_clusters import balanced_clusters
-from tokenformer.growth.tokens.token_counts import LayerProjection, check_share
+from tokenformer.growth.tokens.token_counts import (
+    LayerProjection,
+    check_share,
+    rows_by_layer,
+    token_counts,
+)
 from tokenformer.growth.tokens.token_set import check_tokenformer, token_layers
 from tokenformer.growth.tokens.token_usage import (
     MASSES,
@@ -321,8 +326,11 @@ def build_sparse(
         name: [before.scale(name, layer) for layer in range(before.num_hidden_layers)]
         for name in PROJECTIONS
     }
+    ages = {place: before.ages(*place) for place in token_counts(before)}
     for name, (projection, number) in places.items():
         layer, device = found[name], model.device
+        old = ages[projection, number]
+        ages[projection, number] = [old[row] for row in layer.order.tolist()]
         for kind in ("key_tokens", "value_tokens"):
             tensors[f"{name}.{kind}"] = tensors[f"{name}.{kind}"][layer.order]
         like = tensors[f"{name}.key_tokens"]
@@ -343,6 +351,7 @@ def build_sparse(
             "balance_rate": 0.0,
             "routed_bias": True,
             "scale_tokens": scales,
+            "token_ages": rows_by_layer(ages, before.num_hidden_layers, usual=0),
         }
     )
     return build_model(type(model), config, tensors).train(model.training)

@@ -100,7 +100,9 @@ def resized_config(config: TokenConfig, tokens: Mapping[str, Tokens]) -> TokenCo
     for name in tokens:
         if name not in TOKEN_OPTIONS:
             raise ValueError(f"{name!r} is not an option; choose from {', '.join(TOKEN_OPTIONS)}")
-    options: dict[str, Any] = config.to_dict() | {"scale_tokens": None, "token_rates": None}
+    options: dict[str, Any] = config.to_dict() | dict.fromkeys(
+        ("scale_tokens", "token_rates", "token_ages")
+    )
     if "qkv_tokens" in tokens:  # replaces q_tokens, k_tokens and v_tokens, unless given too
         options |= {"q_tokens": None, "k_tokens": None, "v_tokens": None}
     return type(config).from_dict(options | dict(tokens))
@@ -124,8 +126,9 @@ def config_with_tokens(
     *,
     learned_scale: bool = False,
     rates: Mapping[LayerProjection, list[float]] | None = None,
+    ages: Mapping[LayerProjection, list[int]] | None = None,
 ) -> TokenConfig:
-    """Return `config` with other token counts, scales and learning rate factors."""
+    """Return `config` with other token counts, scales, learning rate factors and ages."""
     options = config.to_dict()
     layers = range(config.num_hidden_layers)
     counts = {p: collapse_equal([sizes[p, layer] for layer in layers]) for p in PROJECTIONS}
@@ -140,16 +143,19 @@ def config_with_tokens(
     own = {p: values for p, values in own.items() if any(v is not None for v in values)}
     options["scale_tokens"] = own or None
     options["learned_scale"] = learned_scale
-    slow = {
-        projection: run_lengths(of_rows)
-        for projection, of_rows in (rates or {}).items()
-        if set(of_rows) != {1}
-    }
-    projections = [p for p in PROJECTIONS if any(projection[0] == p for projection in slow)]
-    options["token_rates"] = {
-        p: [slow.get((p, layer)) for layer in layers] for p in projections
-    } or None
+    options["token_rates"] = rows_by_layer(rates or {}, len(layers), usual=1)
+    options["token_ages"] = rows_by_layer(ages or {}, len(layers), usual=0)
     return type(config).from_dict(options)
+
+
+def rows_by_layer(
+    rows: Mapping[LayerProjection, list[Any]], layers: int, usual: int
+) -> dict[str, list[Any]] | None:
+    """Return the run lengths of one value per token by projection and layer, without the layers
+    whose values are all `usual`."""
+    own = {place: run_lengths(values) for place, values in rows.items() if set(values) != {usual}}
+    projections = [p for p in PROJECTIONS if any(place[0] == p for place in own)]
+    return {p: [own.get((p, layer)) for layer in range(layers)] for p in projections} or None
 
 
 def collapse_equal(counts: list[int]) -> Tokens:
@@ -164,6 +170,6 @@ def explicit_scale(
     return None if scale == sizes[projection, layer] else scale
 
 
-def run_lengths(rates: list[float]) -> list[list[float]]:
+def run_lengths(values: list[Any]) -> list[list[Any]]:
     """Return the run-length encoding: [0, 0, 1] gives [[2, 0], [1, 1]]."""
-    return [[len([*group]), rate] for rate, group in groupby(rates)]
+    return [[len([*group]), value] for value, group in groupby(values)]

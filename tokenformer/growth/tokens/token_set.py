@@ -55,6 +55,15 @@ class Replacement:
             for row in self.rows.tolist()
         ]
 
+    def ages(self, before: list[int], newest: int) -> list[int]:
+        """Return the growth that added each row, given those of the old rows. `newest` is this
+        growth: it adds the rows without an old one, and further copies of an old one."""
+        seen, found = set[int](), []
+        for row in self.rows.tolist():
+            found.append(newest if row == NEW or row in seen else before[row])
+            seen.add(row)
+        return found
+
     def mappings(self, layer: str) -> dict[str, ParameterMapping]:
         keys, values = f"{layer}.key_tokens", f"{layer}.value_tokens"
         return {

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def process_group() -> Iterator[Ranks]:
-    """Join the process group that torchrun describes in the environment, if any."""
-    if "RANK" not in os.environ:
+    """Join the process group that torchrun describes in the environment, if any. Within another
+    such block, use its group."""
+    if "RANK" not in os.environ or dist.is_initialized():
         yield Ranks()
         return
     cuda = torch.cuda.is_available()

@@ -1,0 +1,209 @@
+"""`tokenformer explore`: a folder with a page that opens from disk; or one line and nothing."""
+
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+import torch
+
+import tokenformer
+from tests.support.growth import trained_tokenformer
+from tests.support.processes import LIMIT, START, started, wait_until
+from tokenformer.cli import main
+from tokenformer.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
+from tokenformer.interpret import Token, TokenIndex, Vocabulary
+from tokenformer.models.image_processing import TokenformerImageProcessor
+
+TEXT = "The quick brown fox — naïve, perhaps — jumps over the <b>lazy</b> dog.\n" * 80
+
+
+@pytest.fixture
+def home(tmp_path, make_config, capsys, monkeypatch):
+    """A folder with the grown model `small` and the corpus `data`."""
+    model, _ = trained_tokenformer(make_config, vocab_size=VOCAB_SIZE)
+    grown, _ = tokenformer.grow(model, ffn_tokens=150)
+    grown.save_pretrained(tmp_path / "small")
+    byte_tokenizer().save_pretrained(tmp_path / "small")
+    (tmp_path / "text.txt").write_text(TEXT)
+    main(["prepare", str(tmp_path / "text.txt"), "--out", str(tmp_path / "data")])
+    copy_with_other_tokenizer(tmp_path / "data", tmp_path / "other")
+    capsys.readouterr()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def copy_with_other_tokenizer(corpus, out):
+    """A corpus whose ids mean something else."""
+    shutil.copytree(corpus, out)
+    file = out / "tokenizer" / "tokenizer.json"
+    stored = json.loads(file.read_text())
+    vocabulary = stored["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(stored))
+
+
+def explore(*words):
+    main(["explore", *map(str, words)])
+
+
+def piece(site, name):
+    """The value of a piece of data."""
+    text = (site / "data" / f"{name}.js").read_text()
+    found = re.fullmatch(r'TF\.take\("([^"]+)",(.*)\)\n', text)
+    assert found[1] == name
+    return json.loads(found[2])
+
+
+SMALL = ("--sequences", 30, "--length", 32, "--split", "train")
+
+
+def test_the_page_has_what_the_index_has(home, capsys):
+    explore("small", "--data", "data", "--out", "site", *SMALL, "--examples", 2)
+    assert "open site/index.html" in capsys.readouterr().out
+    site = home / "site"
+    assert sorted(path.name for path in home.iterdir()) == [
+        "data", "other", "site", "small", "text.txt",
+    ]  # fmt: skip
+    index = TokenIndex.load(site / "index")
+    overview = piece(site, "site")
+    assert overview["model"] == "small"
+    assert overview["positions"] == 30 * 32
+    assert [layer["name"] for layer in overview["layers"]] == list(index.layers)
+    vocabulary = Vocabulary(byte_tokenizer())
+    for layer in overview["layers"]:
+        found, table = index.layers[layer["name"]], piece(site, f"table-{layer['name']}")
+        count = layer["tokens"]
+        assert count == len(found) == len(table["snippets"]) == len(table["words"])
+        assert layer["curve"][-1] == pytest.approx(1)
+        assert sum(row[1] for row in layer["ages"]) == count
+        frequency = torch.tensor(table["frequency"]).double()
+        torch.testing.assert_close(frequency, found.frequency, rtol=0.01, atol=1e-9)
+        chunk, details = overview["chunk"], []
+        for n in range(0, count, chunk):
+            details += piece(site, f"tokens-{layer['name']}-{n // chunk}")
+        assert len(details) == count
+        for number in (0, count - 1):
+            contexts = index.contexts(Token(layer["name"], number), vocabulary)
+            for shown, kept in zip(details[number]["contexts"], contexts, strict=True):
+                runs = shown[3]
+                assert "".join(text for text, _ in runs) == kept.before + kept.fired + kept.after
+                fired = [text for text, level in runs if level >= 10]
+                assert fired == [kept.fired]
+    example = piece(site, "example-1")
+    assert len(example["texts"]) == len(example["positions"]) == len(example["next"])
+    assert piece(site, "live") is None
+    page = (site / "index.html").read_text()
+    for name in re.findall(r'(?:src|href)="([^"#]+)"', page):
+        assert (site / name).exists(), name
+    for path in site.glob("*.*"):
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", path.read_text()), path.name
+
+
+def explore_in(folder, *words):
+    os.chdir(folder)
+    explore(*words)
+
+
+@pytest.mark.slow
+def test_an_interrupted_page_is_made_as_if_it_was_not(home, capsys):
+    """Killed once the index is there, the same command writes the page from it."""
+    words = ["small", "--data", "data", *SMALL, "--out"]
+    index = home / ".site.index" / "index.json"
+    arguments = (str(home), *words, "site")
+    process = multiprocessing.get_context(START).Process(target=explore_in, args=arguments)
+    process.start()
+    try:
+        assert wait_until(index.exists)
+    finally:
+        process.kill()
+        process.join(LIMIT)
+    assert not (home / "site").exists()
+    stamp = index.stat().st_mtime_ns
+    explore(*words, "site")
+    assert (home / "site" / "index" / "index.json").stat().st_mtime_ns >= stamp
+    explore(*words, "whole")
+    for path in (home / "whole" / "data").iterdir():
+        assert (home / "site" / "data" / path.name).read_bytes() == path.read_bytes(), path.name
+    assert sorted(p.name for p in home.glob(".*")) == []
+
+
+def test_a_classifier_is_explored_on_images(tmp_path, capsys, monkeypatch):
+    torch.manual_seed(0)
+    config = tokenformer.TokenformerVisionConfig(
+        image_size=8, patch_size=4, num_channels=1, num_labels=10, hidden_size=16,
+        num_hidden_layers=1, num_attention_heads=2, initializer_range=0.3,
+    )  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    tokenformer.TokenformerForImageClassification(config).save_pretrained("model")
+    TokenformerImageProcessor.for_size(8, 1).save_pretrained("model")
+    explore("model", "--images", "digits", "--sequences", 20, "--out", "site", "--json")
+    report = json.loads(capsys.readouterr().out)
+    assert (report["samples"], report["grid"]) == (20, [2, 2])
+    site = tmp_path / "site"
+    assert piece(site, "site")["image"] == [1, 8, 8, 2, 2]
+    context = piece(site, "tokens-0.ffn-0")[0]["contexts"][0]
+    assert len(context[3]) == 5, "the class token and four patches"
+    assert context[3][context[2]] == "9" or context[0] < max(
+        row[0] for row in piece(site, "tokens-0.ffn-0")[0]["contexts"]
+    )
+    assert piece(site, "table-0.ffn")["tops"][0] == context[1:]
+    images = piece(site, "images-0")
+    assert len(images) <= 20
+    assert len(piece(site, "example-0")["classes"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("small --data data", "--out is missing"),
+        ("small --data data --out small", "--out small already exists"),
+        ("small --out new", "small is a language model; use --data"),
+        ("small --images digits --out new", "small is a language model; use --data"),
+        ("small --data absent --out new", "--data: no absent"),
+        ("small --data small --out new", "holds no prepared corpus"),
+        ("small --data data --split test --out new", "no split 'test'"),
+        ("small --data data --length 99999 --out new", "needs 100000"),
+        ("small --data data --threshold 0 --out new", "--threshold 0.0 must be above 0"),
+        ("small --data other --out new", "prepare the text with the model's tokenizer"),
+        ("small --data data --sequences 0 --out new", "--sequences 0"),
+        ("small --data data --before small --out new", "--before small is for --serve"),
+        ("small --serve --port 0 --out data", "--out data is not a page"),
+        ("data --data data --out new", "has no config.json"),
+    ],
+)
+def test_refusals_are_one_line_and_leave_nothing(home, capsys, arguments, message):
+    before = sorted(path.name for path in home.iterdir())
+    with pytest.raises(SystemExit) as end:
+        explore(*arguments.split())
+    error = capsys.readouterr().err
+    assert end.value.code == 2
+    assert error.count("\n") == 1
+    assert message in error
+    assert sorted(path.name for path in home.iterdir()) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_live_page_ends_at_once_and_leaves_nothing(home, name, tmp_path_factory):
+    """It can be stopped as soon as it says that it is up; its temporary page is deleted."""
+    temporary = tmp_path_factory.mktemp("temporary")
+    words = ["explore", "small", "--data", "data", *map(str, SMALL), "--serve", "--port", "0"]
+    command = [sys.executable, "-m", "tokenformer", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    with started(command, env=environment, **pipes) as process:
+        line = process.stdout.readline()
+        address = re.search(r"http://127\.0\.0\.1:\d+", line)[0]
+        with urllib.request.urlopen(f"{address}/data/site.js", timeout=60) as answer:
+            assert answer.read().startswith(b"TF.take(")
+        process.send_signal(getattr(signal, name))
+        _, error = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, error
+    assert list(temporary.iterdir()) == []

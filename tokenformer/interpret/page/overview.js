@@ -1,0 +1,78 @@
+"use strict";
+
+/* The overview: sizes, the clearest tokens, how work is spread over every layer, old and new tokens. */
+function overview() {
+  const site = TF.site;
+  const tokens = site.layers.reduce((sum, layer) => sum + layer.tokens, 0);
+  const dead = site.layers.reduce((sum, layer) => sum + layer.dead, 0);
+  const tenth = site.layers.reduce((sum, layer) => sum + at(layer.curve, 0.1) * layer.tokens, 0) / tokens;
+  const unit = site.image ? "patches read" : "positions read";
+  const facts = [
+    [large(site.parameters), "parameters"],
+    [count(tokens), `parameter tokens in ${site.layers.length} layers`],
+    [large(site.positions), unit],
+    [percent(tenth), "of the work is done by a tenth of the tokens"],
+    [percent(dead / tokens), "of the tokens do next to nothing"],
+  ];
+  return el("div", { class: "overview" },
+    el("div", { class: "hero" },
+      el("h1", {}, "What every token does"),
+      el("p", {}, "Every projection of this model is attention over learned key-value pairs, its parameter tokens. ",
+        "A token fires where its key matches the input, and then adds its value.")),
+    el("ul", { class: "facts" }, facts.map(([value, label]) => el("li", {}, el("strong", {}, value), el("span", {}, label)))),
+    site.clearest.length ? clearest(site) : null,
+    grid(site),
+    site.ages.length > 1 ? generations(site) : null);
+}
+
+function at(curve, share) {
+  const place = share * (curve.length - 1), low = Math.floor(place);
+  return curve[low] + (place - low) * ((curve[low + 1] ?? curve[low]) - curve[low]);
+}
+
+function clearest(site) {
+  return card("The clearest tokens",
+    el("p", { class: "hint" }, site.image ? "Selective tokens, and the classes that their values promote."
+      : "Selective tokens that fire at the same text again and again. The words after the arrow are what the value of a token promotes."),
+    el("ul", { class: "clearest" }, site.clearest.map(([layer, n, parts, words, top]) => el("li", {},
+      el("a", { href: link(layer, n) }, el("span", { class: "name" }, `${layer}.${n}`), snippet(parts), thumbnail(top),
+        words.length ? el("span", { class: "leads" }, el("span", { "aria-label": "promotes" }, "→ "), chips(words)) : null)))));
+}
+
+function grid(site) {
+  const blocks = [...new Set(site.layers.map((layer) => layer.name.split(".")[0]))];
+  const columns = Object.keys(PROJECTIONS);
+  const head = el("tr", {}, el("th", { scope: "col" }, "block"),
+    columns.map((p) => el("th", { scope: "col", title: PROJECTIONS[p] }, p)));
+  const rows = blocks.map((block) => el("tr", {}, el("th", { scope: "row" }, block), columns.map((p) => {
+    const layer = TF.layer(`${block}.${p}`);
+    const label = `${layerTitle(layer.name)}: ${count(layer.tokens)} tokens, a tenth of them do ${percent(at(layer.curve, 0.1))} of the work`;
+    return el("td", {}, el("a", { href: `#/tokens?layer=${layer.name}`, title: label, "aria-label": label },
+      spark(layer.curve, label), el("span", { class: "cell" }, el("span", {}, count(layer.tokens)), el("span", {}, percent(at(layer.curve, 0.1)))),
+      stacked(layer.ages.map(([age, n]) => [n / layer.tokens, age]), "ages")));
+  })));
+  return card("How the work is spread",
+    el("p", { class: "hint" }, "Each curve adds up the work of a layer's tokens, the busiest first: the steeper, the fewer tokens carry it. ",
+      "Below, the number of tokens and what the busiest tenth of them do. Choose a layer to see its tokens."),
+    el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Layers" }, el("table", { class: "layers" }, el("thead", {}, head), el("tbody", {}, rows))));
+}
+
+function generations(site) {
+  const rows = site.layers.filter((layer) => layer.ages.length > 1).map((layer) => {
+    const parts = layer.ages.map(([age, n]) => [n / layer.tokens, age]);
+    const work = layer.ages.map(([age, , share]) => [share, age]);
+    const says = (list) => list.map(([share, age]) => `${ageName(age)} ${percent(share)}`).join(", ");
+    const selective = layer.ages.map(([age, , , selectivity]) => el("span", { class: "pairing" }, ageDot(age), number(selectivity)));
+    return el("tr", {}, el("th", { scope: "row" }, el("a", { href: `#/tokens?layer=${layer.name}` }, layer.name)),
+      el("td", {}, stacked(parts, says(parts))), el("td", {}, stacked(work, says(work))),
+      el("td", { class: "figure" }, percent(work.filter(([, age]) => age).reduce((sum, [share]) => sum + share, 0))),
+      el("td", { class: "figure" }, selective),
+      el("td", { class: "figure" }, percent(layer.ages.filter(([age]) => age).reduce((sum, row) => sum + row[4], 0)
+        / layer.ages.filter(([age]) => age).reduce((sum, row) => sum + row[1], 0))));
+  });
+  const legend = site.ages.map((age) => el("li", {}, ageDot(age), ageName(age)));
+  return card("Old and new tokens",
+    el("ul", { class: "legend" }, legend),
+    el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Old and new tokens" }, el("table", { class: "ages" }, el("thead", {}, el("tr", {},
+      ["layer", "tokens", "work", "work of the new", "selectivity", "idle new"].map((t) => el("th", { scope: "col" }, t)))), el("tbody", {}, rows))));
+}
