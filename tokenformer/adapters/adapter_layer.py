@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tokenformer.adapters.adapter_config import TokenAdapterConfig
 from tokenformer.layers.pattention import Pattention
 from tokenformer.layers.quantized import QuantizedPattention
+from tokenformer.layers.routed import RoutedPattention
 from tokenformer.layers.sharded import ShardedPattention
 from tokenformer.ops import pattention
 from tokenformer.ops.added_tokens import pattention_per_sample, pattention_with_added
@@ -55,6 +56,11 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
             raise TypeError(
                 f"target_modules: {name} is a {type(base_layer).__name__}; tokens can be added to "
                 "the Pattention layers of a TokenFormer: ffn, q, k, v, o"
+            )
+        if isinstance(base_layer, RoutedPattention):
+            raise ValueError(
+                f"{name} routes its tokens by modality, which token adapters do not support; train "
+                "the new tokens of the joint model instead"
             )
         if isinstance(base_layer, ShardedPattention):
             raise ValueError(

@@ -9,6 +9,7 @@ from tokenformer.layers.norm import LayerNorm, RMSNorm
 from tokenformer.layers.patches import PatchEmbedding
 from tokenformer.layers.pattention import Pattention
 from tokenformer.layers.positions import LearnedPositions, NoPositions, RotaryPositions
+from tokenformer.layers.routed import ModalityRows, RoutedPattention
 from tokenformer.layers.transformer_layers import TokenformerDecoderLayer, TokenformerEncoderLayer
 
 __all__ = [
@@ -18,12 +19,14 @@ __all__ = [
     "LayerNorm",
     "LearnedPositions",
     "Linear",
+    "ModalityRows",
     "NoPositions",
     "ParallelBlock",
     "PatchEmbedding",
     "Pattention",
     "RMSNorm",
     "RotaryPositions",
+    "RoutedPattention",
     "SequentialBlock",
     "SwiGLU",
     "TokenformerDecoderLayer",

@@ -26,6 +26,7 @@ from tokenformer.models.configuration import (
     TransformerConfig,
     VisionConfig,
 )
+from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
 from tokenformer.models.presets import TRANSFORMER_PRESETS
 from tokenformer.ops.backends import saved_bytes
 from tokenformer.ops.backends.interface import Sizes
@@ -42,9 +43,15 @@ def count_parameters(config: LanguageConfig | VisionConfig) -> dict[str, int]:
     d = config.hidden_size
     learned_scales = isinstance(config, TokenConfig) and config.learned_scale
     ends = _image_ends(config) if isinstance(config, VisionConfig) else _text_ends(config)
+    images = (
+        {"images": _image_input_parameters(config)}
+        if isinstance(config, TokenformerImageTextConfig)
+        else {}
+    )
     return {
         "embedding": ends["embedding"],
         "positions": ends["positions"],
+        **images,
         **_projection_parameters(config),
         "scales": len(PROJECTIONS) * config.num_hidden_layers if learned_scales else 0,
         "norms": d
@@ -73,6 +80,20 @@ def _image_ends(config: VisionConfig) -> dict[str, int]:
         "positions": d * config.num_positions,
         "head": config.num_labels * (d + 1),
     }
+
+
+def _image_input_parameters(config: TokenformerImageTextConfig) -> int:
+    """Parameters that turn images into inputs of the layers: patch embedding and final norm of a
+    joint model, else encoder and projector."""
+    vision, d = config.vision_config, config.hidden_size
+    if config.is_joined:
+        ends = _image_ends(vision)
+        norm = d * _norm_vectors(vision.final_norm_parameters)
+        return ends["embedding"] + ends["positions"] + norm
+    encoder = count_parameters(vision)
+    wide, hidden = vision.hidden_size, config.projector_size
+    projector = hidden * (wide + 1) + d * (hidden + 1)
+    return sum(encoder.values()) - encoder["head"] + projector
 
 
 def forward_flops(config: LanguageConfig, length: int) -> dict[str, int]:

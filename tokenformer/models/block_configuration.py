@@ -31,6 +31,7 @@ CHOICES: dict[str, tuple[str | bool, ...]] = {
     "theta": ("l2_gelu", "gelu_l2", "l1_gelu", "softmax"),
     "mlp": ("gelu", "swiglu"),
     "pooling": ("class", "mean"),
+    "mode": ("routed", "shared", "projector"),
     "learned_scale": (True, False),
     "tie_word_embeddings": (True, False),
     "use_cache": (True, False),

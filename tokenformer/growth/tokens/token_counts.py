@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from tokenformer.models.configuration import PROJECTIONS, TokenConfig, Tokens
+from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
 
 LayerProjection = tuple[str, int]
 """A projection (q, k, v, o or ffn) and its layer number."""
@@ -32,11 +33,21 @@ def check_not_quantized(config: Any) -> None:
         raise ValueError("the model is quantized; use the model it was quantized from")
 
 
+def check_not_joint(config: Any) -> None:
+    """Refuse a vision-language model, whose layers hold the tokens of two models."""
+    if isinstance(config, TokenformerImageTextConfig):
+        raise ValueError(
+            "a vision-language model cannot grow, be pruned, merged or cut to a prefix; do that to "
+            "its vision or language model and join them again"
+        )
+
+
 def target_token_counts(
     config: TokenConfig, to: str | TokenConfig | None, tokens: Mapping[str, Tokens]
 ) -> TokenCounts:
     """Return the token counts of a preset or configuration, or of the given options."""
     check_not_quantized(config)
+    check_not_joint(config)
     if (to is None) == (not tokens):
         raise ValueError(
             "give either a size to grow to, such as to='354m', or token counts (ffn_tokens=512)"

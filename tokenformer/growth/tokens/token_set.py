@@ -6,7 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from tokenformer.growth.parameter_mapping import NEW, ParameterMapping
-from tokenformer.growth.tokens.token_counts import LayerProjection, check_not_quantized
+from tokenformer.growth.tokens.token_counts import (
+    LayerProjection,
+    check_not_joint,
+    check_not_quantized,
+)
 from tokenformer.layers.pattention import Pattention
 from tokenformer.models.configuration import TokenConfig
 
@@ -85,3 +89,4 @@ def check_tokenformer(model: nn.Module, verb: str) -> None:
     if not isinstance(getattr(model, "config", None), TokenConfig):
         raise TypeError(f"only a TokenFormer's tokens {verb}, not a {type(model).__name__}'s")
     check_not_quantized(model.config)
+    check_not_joint(model.config)
