@@ -33,7 +33,11 @@ from tests.support.image_text import (
     train_new_tokens,
 )
 from tokenformer.data.byte_tokenizer import END_OF_TEXT
-from tokenformer.models.accounting import count_parameters
+from tokenformer.models.accounting import (
+    count_parameters,
+    image_forward_flops,
+    image_text_training_flops,
+)
 from tokenformer.models.native_decoder import decoder_of
 
 MODES = ("routed", "shared", "projector")
@@ -301,6 +305,25 @@ def test_pipeline(tmp_path: Path) -> None:
 def test_parameters_are_counted(mode: str) -> None:
     model = make_joint(mode)
     assert sum(count_parameters(model.config).values()) == model.num_parameters()
+
+
+def test_flops_agree_with_the_counter(mode: str) -> None:
+    """Of text with an image before it: each position with the tokens of its own modality."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = make_joint(mode, torch.float32)
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([[*[IMAGE_ID] * POSITIONS, *b"some text"]])
+    pixels = images(1, torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        hidden = model.model(ids, pixel_values=pixels, use_cache=False).last_hidden_state
+        model.lm_head(hidden[:, POSITIONS:])
+    wanted = image_text_training_flops(model.config, len(b"some text"))
+    encoder = 0
+    if mode == "projector":  # counted once, not three times: it has no backward pass
+        parts = image_forward_flops(model.config.vision_config)
+        encoder = sum(parts.values()) - parts["head"]  # without the classifier
+    assert counter.get_total_flops() == (sum(wanted.values()) - encoder) / 3 + encoder
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -32,11 +32,13 @@ CONFIG = "config.json"
 KINDS = {
     "a language model": ("ForCausalLM", "LMHeadModel"),
     "an image classifier": ("ForImageClassification",),
+    "a vision-language model": ("ForImageTextToText",),
 }
 """Suffixes of the transformers classes of each kind."""
 USES = {
     "a language model": "tokenformer generate, serve or evaluate --perplexity",
     "an image classifier": "tokenformer predict or evaluate --images",
+    "a vision-language model": "tokenformer generate --image or evaluate --captions",
 }
 TOKENIZER_FILES = (
     "tokenizer*",

@@ -121,6 +121,42 @@ def image_training_flops(config: VisionConfig) -> dict[str, int]:
     return {part: 3 * flops for part, flops in image_forward_flops(config).items()}
 
 
+def image_text_training_flops(config: TokenformerImageTextConfig, length: int) -> dict[str, int]:
+    """FLOPs of forward and backward of one image of the model's size and `length` tokens of text. A
+    frozen encoder has no backward pass."""
+    vision, d = config.vision_config, config.hidden_size
+    positions = vision.num_positions
+    blocks = _block_flops(config, length + positions)
+    patches = 2 * vision.patch_channels * vision.hidden_size * vision.grid_size**2
+    if config.mode == "routed":
+        # Every position is multiplied with the tokens of its own modality only.
+        for part, widths in _token_widths(config).items():
+            blocks[part] = sum(
+                2 * width * ((vision_n + new) * positions + (new + language) * length)
+                for name, width in widths.items()
+                for layer in range(config.num_hidden_layers)
+                for vision_n, new, language in [config.parts(name, layer)]
+            )
+    head = {"head": 2 * config.vocab_size * d * length}
+    if config.is_joined:
+        return {name: 3 * flops for name, flops in {"images": patches, **blocks, **head}.items()}
+    encoder = sum(flops for part, flops in image_forward_flops(vision).items() if part != "head")
+    projector = 2 * positions * config.projector_size * (vision.hidden_size + d)
+    trained = {"images": projector, **blocks, **head}
+    found = {name: 3 * flops for name, flops in trained.items()}
+    return found | {"images": found["images"] + encoder}
+
+
+def _token_widths(config: TokenConfig) -> dict[str, dict[str, int]]:
+    """Numbers of a token, its key and value, by part and projection."""
+    d, kv = config.hidden_size, config.key_value_size
+    return {
+        "qkv": {"q": 2 * d, "k": d + kv, "v": d + kv},
+        "output": {"o": 2 * d},
+        "ffn": {"ffn": 2 * d},
+    }
+
+
 def _block_flops(config: BlockConfig, length: int) -> dict[str, int]:
     # Every weight of a projection, including key and value tokens, multiplies every token once.
     projections = {

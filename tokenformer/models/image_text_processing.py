@@ -80,10 +80,7 @@ class TokenformerProcessor(ProcessorMixin):
     ) -> "TokenformerProcessor":
         """Return the processor of a model. `<image>` is added to the tokenizer if it is missing; by
         default images are resized to the model's size and normalized as ImageNet."""
-        if IMAGE_TOKEN not in tokenizer.get_vocab():
-            tokenizer.add_special_tokens(
-                {"additional_special_tokens": [IMAGE_TOKEN]}, replace_extra_special_tokens=False
-            )
+        add_image_token(tokenizer)
         found = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
         if found != config.image_token_id:
             raise ValueError(
@@ -172,6 +169,14 @@ class TokenformerProcessor(ProcessorMixin):
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoProcessor") -> None:
         """Do nothing, as for our configurations: transformers would copy our source files."""
+
+
+def add_image_token(tokenizer: Any) -> None:
+    """Add `<image>` to a tokenizer, unless it has it."""
+    if IMAGE_TOKEN not in tokenizer.get_vocab():
+        tokenizer.add_special_tokens(
+            {"additional_special_tokens": [IMAGE_TOKEN]}, replace_extra_special_tokens=False
+        )
 
 
 def flat_images(images: Any, texts: list[str]) -> list[Any]:
