@@ -238,6 +238,22 @@ def adapter_warnings() -> Iterator[None]:
         sys.stderr.write(f"warning: {line}\n")
 
 
+def load_image_text(name: str, *, verify: bool = True) -> tuple[Any, Any]:
+    """Return a vision-language model and its processor."""
+    check_pillow()
+    name = resolve_model(name, "a vision-language model")
+
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    from tokenformer import TokenformerForImageTextToText
+
+    classes = AutoModelForImageTextToText, AutoProcessor
+    model, processor = load_pair(name, *classes, "processor", verify=verify)
+    if not isinstance(model, TokenformerForImageTextToText):
+        raise InputError(f"{name} is a {type(model).__name__}, not a model of `tokenformer join`")
+    return model, processor
+
+
 def check_pillow() -> None:
     if importlib.util.find_spec("PIL") is None:
         raise InputError(f"images need Pillow: {install_hint('vision')}")
