@@ -35,7 +35,7 @@ from tests.support.image_text import (
 from tokenformer.data.byte_tokenizer import END_OF_TEXT
 from tokenformer.models.accounting import (
     count_parameters,
-    image_forward_flops,
+    image_text_forward_flops,
     image_text_training_flops,
 )
 from tokenformer.models.native_decoder import decoder_of
@@ -318,12 +318,12 @@ def test_flops_agree_with_the_counter(mode: str) -> None:
     with FlopCounterMode(display=False) as counter:
         hidden = model.model(ids, pixel_values=pixels, use_cache=False).last_hidden_state
         model.lm_head(hidden[:, POSITIONS:])
-    wanted = image_text_training_flops(model.config, len(b"some text"))
-    encoder = 0
-    if mode == "projector":  # counted once, not three times: it has no backward pass
-        parts = image_forward_flops(model.config.vision_config)
-        encoder = sum(parts.values()) - parts["head"]  # without the classifier
-    assert counter.get_total_flops() == (sum(wanted.values()) - encoder) / 3 + encoder
+    wanted = image_text_forward_flops(model.config, len(b"some text"))
+    assert counter.get_total_flops() == sum(wanted.values())
+    trained = image_text_training_flops(model.config, len(b"some text"))
+    assert {n: 1 if n == "encoder" else 3 for n in wanted} == {
+        name: flops / wanted[name] for name, flops in trained.items()
+    }
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -194,15 +194,23 @@ def parquet_splits(folder: Path, on_corrupt: str) -> dict[str, ImageSet]:
     files = parquet_files(folder)
     if not files:
         return {}
+    return read_dataset(str(folder), lambda: read_parquet(files), on_corrupt)
+
+
+def read_parquet(files: dict[str, list[str]]) -> dict[str, Any]:
+    """Read the parquet files of each split as Hugging Face datasets."""
     import datasets
 
-    def load() -> dict[str, Any]:
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()  # local files take a second
+    try:
         return {
             split: datasets.load_dataset("parquet", data_files=paths, split="train")
             for split, paths in files.items()
         }
-
-    return read_dataset(str(folder), load, on_corrupt)
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
 
 
 def parquet_files(folder: Path) -> dict[str, list[str]]:

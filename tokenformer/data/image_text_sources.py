@@ -23,6 +23,7 @@ from tokenformer.data.image_sources import (
     check_images,
     is_image,
     parquet_files,
+    read_parquet,
     subfolders,
 )
 from tokenformer.data.image_text import ImageTextSet, SubsetImageText
@@ -121,14 +122,7 @@ def parquet_splits(folder: Path, on_corrupt: str) -> dict[str, ImageTextSet]:
     files = parquet_files(folder)
     if not files:
         return {}
-
-    def load(datasets: Any) -> Any:
-        return {
-            name: datasets.load_dataset("parquet", data_files=found, split="train")
-            for name, found in files.items()
-        }
-
-    return dataset_splits(str(folder), load, on_corrupt, folder)
+    return dataset_splits(str(folder), lambda _: read_parquet(files), on_corrupt, folder)
 
 
 def jsonl_splits(folder: Path, on_corrupt: str) -> dict[str, ImageTextSet]:

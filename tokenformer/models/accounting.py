@@ -121,9 +121,9 @@ def image_training_flops(config: VisionConfig) -> dict[str, int]:
     return {part: 3 * flops for part, flops in image_forward_flops(config).items()}
 
 
-def image_text_training_flops(config: TokenformerImageTextConfig, length: int) -> dict[str, int]:
-    """FLOPs of forward and backward of one image of the model's size and `length` tokens of text. A
-    frozen encoder has no backward pass."""
+def image_text_forward_flops(config: TokenformerImageTextConfig, length: int) -> dict[str, int]:
+    """FLOPs of the forward pass of one image of the model's size and `length` tokens of text, with
+    logits for the text only. `encoder` is that of mode `projector`."""
     vision, d = config.vision_config, config.hidden_size
     positions = vision.num_positions
     blocks = _block_flops(config, length + positions)
@@ -139,12 +139,18 @@ def image_text_training_flops(config: TokenformerImageTextConfig, length: int) -
             )
     head = {"head": 2 * config.vocab_size * d * length}
     if config.is_joined:
-        return {name: 3 * flops for name, flops in {"images": patches, **blocks, **head}.items()}
+        return {"images": patches, **blocks, **head}
     encoder = sum(flops for part, flops in image_forward_flops(vision).items() if part != "head")
     projector = 2 * positions * config.projector_size * (vision.hidden_size + d)
-    trained = {"images": projector, **blocks, **head}
-    found = {name: 3 * flops for name, flops in trained.items()}
-    return found | {"images": found["images"] + encoder}
+    return {"encoder": encoder, "images": projector, **blocks, **head}
+
+
+def image_text_training_flops(config: TokenformerImageTextConfig, length: int) -> dict[str, int]:
+    """FLOPs of forward and backward; see `training_flops`. A frozen encoder has no backward."""
+    return {
+        part: flops if part == "encoder" else 3 * flops
+        for part, flops in image_text_forward_flops(config, length).items()
+    }
 
 
 def _token_widths(config: TokenConfig) -> dict[str, dict[str, int]]:

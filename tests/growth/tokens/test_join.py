@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -157,15 +158,93 @@ def test_the_models_are_not_changed_and_the_report_is_saved(tmp_path: Path) -> N
     assert "routed, 2 new tokens a layer" in str(report)
 
 
-def test_growth_of_a_joint_model_is_refused_by_name():
-    joint, _ = tokenformer.join_modalities(*make_halves(), mode="shared")
-    message = "join them again"
+def make_joint(mode: str = "routed") -> Any:
+    pair = (model.double() for model in make_halves())
+    return tokenformer.join_modalities(*pair, new_tokens=7, mode=mode, vision_rate=0)[0]
+
+
+@pytest.mark.parametrize("mode", ["routed", "shared"])
+def test_growth_adds_new_tokens_and_changes_nothing(mode: str, tmp_path: Path) -> None:
+    joint = make_joint(mode)
+    with torch.no_grad():
+        for _, layer in token_layers(joint).values():
+            layer.key_tokens[20:25].normal_()  # some are new tokens, after training
+    grown, report = tokenformer.grow(joint, new_tokens=12)
+    assert report.exact
+    assert report.max_output_change < 1e-12
+    ids = torch.tensor([[*b"ab", *[IMAGE_ID] * POSITIONS, *b"cd"]])
+    images = torch.randn(1, 3, SIDE, SIDE, dtype=torch.float64)
+    before, after = (model(ids, pixel_values=images).logits for model in (joint, grown))
+    assert (before - after).abs().max() <= 1e-12 * before.abs().max()
+    assert grown.config.new_tokens == 12
+    for name, (_, layer) in token_layers(grown).items():
+        old = token_layers(joint)[name][1]
+        assert layer.num_tokens == old.num_tokens + 5
+        start = joint.config.parts(*token_layers(joint)[name][0])[0] + 7
+        assert not layer.key_tokens[start : start + 5].any()
+        assert layer.value_tokens[start : start + 5].std() > 0
+        assert torch.equal(layer.value_tokens[start + 5 :], old.value_tokens[start:])
+    assert grown.config.row_rates("q", 0) == [0.0] * 20 + [1.0] * (12 + 24)
+    grown.float().save_pretrained(tmp_path)
+    again = tokenformer.TokenformerForImageTextToText.from_pretrained(tmp_path)
+    assert again.config.new_tokens == 12
+
+
+def test_the_optimizer_grows_with_a_joint_model():
+    joint = make_joint()
+    optimizer = torch.optim.AdamW(joint.parameters())
+    joint(TEXT, labels=TEXT).loss.backward()
+    optimizer.step()
+    grown, report = tokenformer.grow(joint, new_tokens=9, old_rate=0)
+    larger = tokenformer.grow_optimizer(optimizer, report)
+    old, new = (model.model.layers[0].ffn.key_tokens for model in (joint, grown))
+    moments = larger.state[new]["exp_avg"]
+    assert torch.equal(moments[: 41 + 7], optimizer.state[old]["exp_avg"][: 41 + 7])
+    assert not moments[41 + 7 : 41 + 9].any()
+    assert torch.equal(moments[41 + 9 :], optimizer.state[old]["exp_avg"][41 + 7 :])
+    assert set(grown.config.row_rates("ffn", 0)[: 41 + 7]) == {0.0}
+
+
+def test_other_growth_of_a_joint_model_is_refused_by_name():
+    joint = make_joint()
+    refused = {
+        "by new_tokens only, not by ffn_tokens": {"ffn_tokens": 500},
+        "by new_tokens only, not by to": {"to": "354m"},
+        "such as new_tokens=128": {},
+        "growth cannot remove tokens": {"new_tokens": 3},
+        "zero keys at a frozen scale": {"new_tokens": 9, "init": "random"},
+    }
+    for message, options in refused.items():
+        with pytest.raises(ValueError, match=message):
+            tokenformer.grow(joint, **options)
+    with pytest.raises(ValueError, match="mode='projector'"):
+        tokenformer.grow(make_joint("projector"), new_tokens=9)
+
+
+def test_pruning_and_merging_a_joint_model_are_refused_by_name():
+    joint = make_joint("shared")
     for change in (
-        lambda: tokenformer.grow(joint, ffn_tokens=500),
         lambda: tokenformer.prune(joint),
         lambda: tokenformer.merge(joint, joint),
         lambda: tokenformer.take_prefix(joint, 0.5),
         lambda: tokenformer.set_active_share(joint, 0.5),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match="join them again"):
             change()
+
+
+def test_a_shared_model_takes_token_adapters():
+    from peft import get_peft_model
+
+    joint = make_joint("shared").float()
+    ids = torch.tensor([[*[IMAGE_ID] * POSITIONS, *b"abc"]])
+    images = torch.randn(1, 3, SIDE, SIDE)
+    before = joint(ids, pixel_values=images).logits.detach()
+    config = tokenformer.TokenAdapterConfig(num_tokens=4, target_modules=["ffn"])
+    adapted = get_peft_model(joint, config)
+    found = adapted(input_ids=ids, pixel_values=images, labels=ids)
+    torch.testing.assert_close(found.logits, before, atol=1e-5, rtol=1e-5)
+    found.loss.backward()
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    assert trained
+    assert all(parameter.grad is not None for parameter in trained)
