@@ -75,6 +75,18 @@ def test_cached_decoding_equals_one_forward(mode: str) -> None:
     torch.testing.assert_close(found, whole[:, prompt - 1 :], atol=1e-10, rtol=1e-10)
 
 
+def test_images_that_are_cached_may_be_passed_again(mode: str) -> None:
+    model = make_joint(mode)
+    ids = torch.tensor([[*image_run(), *b"ab"]])
+    with torch.no_grad():
+        caches = [model(ids, pixel_values=images(1), use_cache=True) for _ in range(2)]
+        again, without = (
+            model(ids[:, -1:], past_key_values=cache.past_key_values, **given).logits
+            for cache, given in zip(caches, ({"pixel_values": images(1)}, {}), strict=True)
+        )
+    assert torch.equal(again, without)
+
+
 def test_a_second_image_can_follow_a_cached_turn(mode: str) -> None:
     model = train_new_tokens(make_joint(mode))
     first, second = [[*image_run(), *text] for text in (b"one", b"two")]

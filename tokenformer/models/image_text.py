@@ -184,7 +184,7 @@ class TokenformerImageTextModel(LanguageModel):
         pixel_values: Tensor | None = None,
         **options: Any,
     ) -> BaseModelOutputWithPast:
-        if pixel_values is None:
+        if pixel_values is None or self._are_cached(input_ids, past_key_values):
             self._check_text(input_ids)
             return self.forward_text(
                 input_ids,
@@ -263,6 +263,13 @@ class TokenformerImageTextModel(LanguageModel):
             )
         size = self.image_positions(*pixel_values.shape[2:])
         return ImagePlaces.find(input_ids, self.config.image_token_id, len(pixel_values), size)
+
+    def _are_cached(self, input_ids: Tensor | None, cache: Cache | None) -> bool:
+        """Whether these ids only continue a text whose images are in the cache: older versions of
+        transformers pass the images again with every token that they generate."""
+        if cache is None or input_ids is None or not cache.get_seq_length():
+            return False
+        return not bool((input_ids == self.config.image_token_id).any())
 
     def _check_text(self, input_ids: Tensor | None) -> None:
         """Refuse placeholders without images. Those in the vocabulary may have been generated."""
