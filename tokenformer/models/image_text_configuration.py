@@ -43,7 +43,10 @@ JOINED_OPTIONS = (
     "theta_eps",
 )
 """Options that both halves must agree on where they share their layers."""
-NOT_OF_TEXT = ("model_type", "architectures", "transformers_version", "dtype", "auto_map")
+NOT_OF_TEXT = (
+    *("model_type", "architectures", "transformers_version", "dtype", "auto_map"),
+    *("token_rates", "token_ages"),  # of the language tokens alone
+)
 
 
 class TokenformerImageTextConfig(TokenConfig, LanguageConfig):

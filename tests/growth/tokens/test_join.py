@@ -110,6 +110,21 @@ def test_new_tokens_get_gradients_from_the_first_step():
         assert gradient[start : start + 7].abs().max() > 0, name
 
 
+def test_grown_models_with_frozen_tokens_can_be_joined():
+    """Their rates and ages are of their own tokens; those of the joint model start anew."""
+    vision, language = make_halves()
+    halves = [
+        tokenformer.grow(model.double(), ffn_tokens=80, old_rate=0)[0]
+        for model in (vision, language)
+    ]
+    joint, report = tokenformer.join_modalities(*halves, new_tokens=3)
+    assert report.vision_change < 1e-12
+    assert report.language_change < 1e-12
+    assert joint.config.row_rates("ffn", 0) is None
+    grown, _ = tokenformer.grow(joint, new_tokens=5)
+    assert grown.config.ages("ffn", 0) == [0] * 83 + [1] * 2 + [0] * 80
+
+
 def test_rates_freeze_the_tokens_of_each_half():
     joint, _ = tokenformer.join_modalities(
         *make_halves(), new_tokens=7, vision_rate=0, language_rate=0.1
