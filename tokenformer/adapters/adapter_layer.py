@@ -18,9 +18,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
 from tokenformer.adapters.adapter_config import TokenAdapterConfig
+from tokenformer.layers.modality_pattention import ModalityPattention
 from tokenformer.layers.pattention import Pattention
 from tokenformer.layers.quantized import QuantizedPattention
-from tokenformer.layers.routed import RoutedPattention
 from tokenformer.layers.sharded import ShardedPattention
 from tokenformer.ops import pattention
 from tokenformer.ops.added_tokens import pattention_per_sample, pattention_with_added
@@ -57,7 +57,7 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
                 f"target_modules: {name} is a {type(base_layer).__name__}; tokens can be added to "
                 "the Pattention layers of a TokenFormer: ffn, q, k, v, o"
             )
-        if isinstance(base_layer, RoutedPattention):
+        if isinstance(base_layer, ModalityPattention):
             raise ValueError(
                 f"{name} routes its tokens by modality, which token adapters do not support; train "
                 "the new tokens of the joint model instead"

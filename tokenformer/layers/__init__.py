@@ -5,11 +5,11 @@ from tokenformer.layers.block import ParallelBlock, SequentialBlock
 from tokenformer.layers.drop_path import DropPath
 from tokenformer.layers.linear import Linear
 from tokenformer.layers.mlp import GeluMLP, SwiGLU
+from tokenformer.layers.modality_pattention import ModalityPattention, ModalityRows
 from tokenformer.layers.norm import LayerNorm, RMSNorm
 from tokenformer.layers.patches import PatchEmbedding
 from tokenformer.layers.pattention import Pattention
 from tokenformer.layers.positions import LearnedPositions, NoPositions, RotaryPositions
-from tokenformer.layers.routed import ModalityRows, RoutedPattention
 from tokenformer.layers.transformer_layers import TokenformerDecoderLayer, TokenformerEncoderLayer
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "LayerNorm",
     "LearnedPositions",
     "Linear",
+    "ModalityPattention",
     "ModalityRows",
     "NoPositions",
     "ParallelBlock",
@@ -26,7 +27,6 @@ __all__ = [
     "Pattention",
     "RMSNorm",
     "RotaryPositions",
-    "RoutedPattention",
     "SequentialBlock",
     "SwiGLU",
     "TokenformerDecoderLayer",

@@ -69,7 +69,7 @@ class Attention(nn.Module):
 
         `attention_mask` broadcasts to [B, H, T, S]: True, or 0 in a float mask, means "attend". It
         applies in addition to the causal mask. `routing` are further arguments of the projections,
-        such as the `ModalityRows` of a `RoutedPattention`.
+        such as the `ModalityRows` of a `ModalityPattention`.
         Returns the output and, if `attend` computes them, the attention weights.
         """
         if context is None:

@@ -25,7 +25,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from tokenformer.layers import ModalityRows, PatchEmbedding, RoutedPattention
+from tokenformer.layers import ModalityPattention, ModalityRows, PatchEmbedding
 from tokenformer.layers.positions import Rotation
 from tokenformer.models.backbone import make_norm, tokenformer_projections
 from tokenformer.models.configuration import TokenformerVisionConfig
@@ -45,9 +45,9 @@ IGNORED = -100
 def routed_projections(config: TokenformerImageTextConfig, layer: int) -> list[nn.Module]:
     d, kv = config.hidden_size, config.key_value_size
 
-    def tokens(name: str, out_features: int) -> RoutedPattention:
+    def tokens(name: str, out_features: int) -> ModalityPattention:
         vision, new, language = config.parts(name, layer)
-        return RoutedPattention(
+        return ModalityPattention(
             d,
             out_features,
             vision_tokens=vision,

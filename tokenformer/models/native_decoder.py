@@ -23,9 +23,9 @@ from tokenformer.layers import (
     LayerNorm,
     LearnedPositions,
     Linear,
+    ModalityPattention,
     NoPositions,
     Pattention,
-    RoutedPattention,
 )
 from tokenformer.layers.int4 import Int4Pattention
 from tokenformer.layers.int8 import Int8Embedding, Int8Linear, Int8Pattention
@@ -63,7 +63,7 @@ ATTENTION_PROJECTIONS = ("q", "k", "v", "o")
 QUANTIZED_NAMES = ("key_tokens", "value_tokens", "key_scales", "value_scales")
 PARAMETER_NAMES: dict[type[nn.Module], tuple[str, ...]] = {
     Pattention: ("key_tokens", "value_tokens"),
-    RoutedPattention: ("key_tokens", "value_tokens"),
+    ModalityPattention: ("key_tokens", "value_tokens"),
     Int8Pattention: QUANTIZED_NAMES,
     Int4Pattention: QUANTIZED_NAMES,
     nn.Embedding: ("weight",),
@@ -223,7 +223,7 @@ class NativeDecoder:
         return Norm(*pointers, module.eps, type(module) is RMSNorm, is_half)
 
     def tokens(self, module: Any) -> Tokens | None:
-        known = (Pattention, RoutedPattention, Int8Pattention, Int4Pattention)
+        known = (Pattention, ModalityPattention, Int8Pattention, Int4Pattention)
         if self.class_of(module) not in known:
             return None
         self.projections.append(module)

@@ -18,8 +18,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from tokenformer.layers import Linear, Pattention
 from tokenformer.layers.int4 import Int4Pattention
 from tokenformer.layers.int8 import Int8Embedding, Int8Linear, Int8Pattention
+from tokenformer.layers.modality_pattention import ModalityPattention
 from tokenformer.layers.quantized import QuantizedPattention
-from tokenformer.layers.routed import RoutedPattention
 from tokenformer.layers.sharded import ShardedPattention
 from tokenformer.models.configuration import QUANTIZATION_METHOD as METHOD
 
@@ -84,7 +84,7 @@ def quantize_model(model: PreTrainedModel, bits: int = 8) -> None:
     check_bits(bits)
     if any(isinstance(module, ShardedPattention) for module in model.modules()):
         raise ValueError("tokens sharded over processes cannot be quantized")
-    if any(isinstance(module, RoutedPattention) for module in model.modules()):
+    if any(isinstance(module, ModalityPattention) for module in model.modules()):
         raise ValueError("tokens routed by modality cannot be quantized")
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):

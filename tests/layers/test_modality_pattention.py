@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenformer.layers import ModalityRows, Pattention, RoutedPattention
+from tokenformer.layers import ModalityPattention, ModalityRows, Pattention
 from tokenformer.layers.pattention import project_all
 
 
-def make_layer(new: int = 3, dtype: torch.dtype = torch.float64) -> RoutedPattention:
+def make_layer(new: int = 3, dtype: torch.dtype = torch.float64) -> ModalityPattention:
     torch.manual_seed(0)
-    return RoutedPattention(
+    return ModalityPattention(
         8,
         6,
         vision_tokens=5,
@@ -22,7 +22,7 @@ def make_layer(new: int = 3, dtype: torch.dtype = torch.float64) -> RoutedPatten
     )
 
 
-def dense(layer: RoutedPattention, rows: slice, scale: float) -> Pattention:
+def dense(layer: ModalityPattention, rows: slice, scale: float) -> Pattention:
     keys, values = layer.key_tokens[rows], layer.value_tokens[rows]
     made = Pattention(8, 6, len(keys), scale_tokens=scale, backend="reference").to(keys.dtype)
     made.key_tokens.data, made.value_tokens.data = keys.detach(), values.detach()
@@ -102,4 +102,4 @@ def test_a_prefix_is_refused():
 def test_counts_are_checked(name: str) -> None:
     counts = {"vision_tokens": 1, "new_tokens": 0, "language_tokens": 1} | {name: -1}
     with pytest.raises(ValueError, match=f"{name}=-1"):
-        RoutedPattention(8, 6, **counts)
+        ModalityPattention(8, 6, **counts)

@@ -4,7 +4,7 @@ The tokens of a layer are stored in one tensor, in the order vision, new, langua
 attend to vision and new tokens, text rows to language and new tokens: two overlapping slices, each
 a dense Pattention with a scale of its own. Compare Mixture-of-Transformers (arXiv 2411.04996).
 
-    layer = RoutedPattention(768, 768, vision_tokens=576, new_tokens=64, language_tokens=576)
+    layer = ModalityPattention(768, 768, vision_tokens=576, new_tokens=64, language_tokens=576)
     y = layer(x)                            # all rows are text: an ordinary dense Pattention
     y = layer(x, ModalityRows.of(is_image)) # x [B, T, d], is_image [B, T]
 """
@@ -36,7 +36,7 @@ class ModalityRows(NamedTuple):
         return cls(image, text, order)
 
 
-class RoutedPattention(Pattention):
+class ModalityPattention(Pattention):
     """A `Pattention` of language and new tokens, for text, that also holds the vision tokens.
 
     `scale_tokens` is the scale of text rows, `vision_scale_tokens` that of image rows. Rows of one
@@ -141,4 +141,4 @@ class RoutedPattention(Pattention):
         )
 
 
-DENSE_LAYERS.add(RoutedPattention)
+DENSE_LAYERS.add(ModalityPattention)
