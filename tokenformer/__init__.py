@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tokenformer.convert.pretrained.from_transformer import from_transformer
     from tokenformer.growth.grow import grow
     from tokenformer.growth.grown_optimizer import grow_optimizer
+    from tokenformer.growth.tokens.join import join_modalities
     from tokenformer.growth.tokens.merge import merge
     from tokenformer.growth.tokens.prefix import set_active_share, take_prefix
     from tokenformer.growth.tokens.prune import prune
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
         TransformerVisionConfig,
     )
     from tokenformer.models.image_processing import TokenformerImageProcessor
+    from tokenformer.models.image_text import TokenformerForImageTextToText
+    from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
+    from tokenformer.models.image_text_processing import TokenformerProcessor
     from tokenformer.models.language import (
         TokenformerForCausalLM,
         TokenformerModel,
@@ -67,6 +71,9 @@ _MODULES = {
     "TransformerVisionConfig": "tokenformer.models.configuration",
     "TransformerForImageClassification": "tokenformer.models.vision",
     "TokenformerImageProcessor": "tokenformer.models.image_processing",
+    "TokenformerImageTextConfig": "tokenformer.models.image_text_configuration",
+    "TokenformerForImageTextToText": "tokenformer.models.image_text",
+    "TokenformerProcessor": "tokenformer.models.image_text_processing",
     "TokenAdapterConfig": "tokenformer.adapters",
     "TokenQuantization": "tokenformer.models.quantization",
     "from_transformer": "tokenformer.convert.pretrained.from_transformer",
@@ -75,6 +82,7 @@ _MODULES = {
     "prune": "tokenformer.growth.tokens.prune",
     "sparsify": "tokenformer.growth.tokens.sparsify",
     "merge": "tokenformer.growth.tokens.merge",
+    "join_modalities": "tokenformer.growth.tokens.join",
     "take_prefix": "tokenformer.growth.tokens.prefix",
     "set_active_share": "tokenformer.growth.tokens.prefix",
 }
@@ -88,8 +96,11 @@ __all__ = [
     "TokenformerEncoderLayer",
     "TokenformerForCausalLM",
     "TokenformerForImageClassification",
+    "TokenformerForImageTextToText",
     "TokenformerImageProcessor",
+    "TokenformerImageTextConfig",
     "TokenformerModel",
+    "TokenformerProcessor",
     "TokenformerVisionConfig",
     "TransformerConfig",
     "TransformerForCausalLM",
@@ -99,6 +110,7 @@ __all__ = [
     "from_transformer",
     "grow",
     "grow_optimizer",
+    "join_modalities",
     "merge",
     "pattention",
     "prune",

@@ -89,7 +89,7 @@ def test_text_output(folder, text_file, capsys):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["evaluate", "MODEL"], "pass --tasks NAMES, --perplexity DATA or --images"),
+        (["evaluate", "MODEL"], "pass --tasks NAMES, --perplexity DATA, --images DATA"),
         (["evaluate", "MODEL", "--tasks", "piqa", "--length", "8"], "8 needs --perplexity"),
         (["evaluate", "MODEL", "--perplexity", "absent"], "--perplexity: no absent"),
         (["evaluate", "MODEL", "--perplexity", "FILEE"], "text.txt?"),

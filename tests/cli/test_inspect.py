@@ -232,3 +232,21 @@ def test_routed_tokens_are_counted_in_total_and_active(tmp_path: Path) -> None:
     lines = run(str(tmp_path), folder=tmp_path).stdout.splitlines()
     active = next(line.split() for line in lines if line.startswith("active per token"))
     assert active[3] == f"{totals['active_parameters']:,}"
+
+
+def test_vision_language_models(capsys: pytest.CaptureFixture[str]) -> None:
+    from tokenformer import TokenformerImageTextConfig
+    from tokenformer.models.accounting import count_parameters, image_text_training_flops
+
+    main(["inspect", "base+124m", "--json"])
+    found = json.loads(capsys.readouterr().out)["tokenformer"]
+    config = TokenformerImageTextConfig.from_preset("base+124m")
+    assert found["parameters"]["total"] == sum(count_parameters(config).values())
+    training = image_text_training_flops(config, found["flops"]["length"])
+    assert found["flops"]["training"]["total"] == sum(training.values())
+    assert found["tokens"]["ffn"][0] == [3072, 64, 2304]
+    main(["inspect", "base+124m", "--length", "64"])
+    printed = capsys.readouterr().out
+    assert "an image and 64 tokens of text" in printed
+    assert "243,458,304" in printed
+    assert "--plot does not apply" in refusal(["base+124m", "--plot", "x.png"], capsys)

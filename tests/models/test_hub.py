@@ -192,7 +192,7 @@ importlib.reload(tokenformer)
 assert set(tokenformer.__all__) <= set(dir(tokenformer))
 assert not {"torch", "transformers", "numpy"} & set(sys.modules)
 finders = [finder for finder in sys.meta_path if "TriggerFinder" in type(finder).__name__]
-assert len(finders) == 2, finders  # for the Auto classes and for tensor parallelism, once each
+assert len(finders) == 3, finders  # Auto classes, tensor parallelism, adapters, once each
 """
     + AUTO
     + LOAD,

@@ -31,6 +31,27 @@ def test_equals_the_plain_loss_whatever_the_chunk(rows):
     torch.testing.assert_close(gradients, torch.autograd.grad(0.25 * expected, [hidden, embedding]))
 
 
+@pytest.mark.parametrize("rows", [4, 7, None])
+def test_weights_scale_the_loss_of_each_row(rows):
+    hidden, embedding, labels = draw()
+    weights = torch.rand(3, 7, dtype=torch.float64)
+    ours = chunked_cross_entropy(hidden, embedding, labels, weights=weights, chunk_rows=rows)
+    logits = (hidden @ embedding.T).flatten(0, -2)
+    each = F.cross_entropy(logits, labels.flatten(), reduction="none")
+    expected = (each * weights.flatten()).sum()
+    torch.testing.assert_close(ours, expected)
+    gradients = torch.autograd.grad(ours, [hidden, embedding])
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, [hidden, embedding]))
+
+
+def test_without_rows_the_loss_is_zero():
+    hidden, embedding, labels = draw()
+    none = labels[:0]
+    loss = chunked_cross_entropy(hidden[:0], embedding, none)
+    assert loss == 0
+    assert not torch.autograd.grad(loss, embedding)[0].any()
+
+
 def test_gradcheck():
     hidden, embedding, labels = draw()
     assert torch.autograd.gradcheck(

@@ -18,6 +18,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
 from tokenformer.adapters.adapter_config import TokenAdapterConfig
+from tokenformer.layers.modality_pattention import ModalityPattention
 from tokenformer.layers.pattention import Pattention
 from tokenformer.layers.quantized import QuantizedPattention
 from tokenformer.layers.routed_pattention import RoutedPattention
@@ -57,6 +58,11 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
             raise TypeError(
                 f"target_modules: {name} is a {type(base_layer).__name__}; tokens can be added to "
                 "the Pattention layers of a TokenFormer: ffn, q, k, v, o"
+            )
+        if isinstance(base_layer, ModalityPattention):
+            raise ValueError(
+                f"{name} routes its tokens by modality, which token adapters do not support; train "
+                "the new tokens of the joint model instead"
             )
         if isinstance(base_layer, ShardedPattention):
             raise ValueError(

@@ -40,7 +40,7 @@ def show_run(file: Path, recipe: "Recipe", notes: tuple[str, ...], folder: Path,
     for line in (*notes, *data_lines(file, recipe, config), *model_lines(recipe, config, stages)):
         console.print(line, soft_wrap=True)
     console.print()
-    console.print(stage_table(stages, "tokens" if recipe.data.images is None else "images"))
+    console.print(stage_table(stages, unit(recipe)))
     console.print()
     for line in (*rate_lines(stages), memory_line(recipe, processes)):
         console.print(line, soft_wrap=True)
@@ -51,12 +51,19 @@ def show_run(file: Path, recipe: "Recipe", notes: tuple[str, ...], folder: Path,
     console.print(f"Dry run: {state}; nothing was written", soft_wrap=True)
 
 
+def unit(recipe: "Recipe") -> str:
+    """Return what a run counts its data in."""
+    if recipe.data.image_text is not None:
+        return "samples"
+    return "tokens" if recipe.data.images is None else "images"
+
+
 def data_lines(file: Path, recipe: "Recipe", config: "BlockConfig") -> Iterator[str]:
     """Yield what is known about the data: its size, or how to make it."""
     missing = absent_data(recipe)
     if missing is not None:
         yield missing_line(file, recipe, missing)
-    elif recipe.data.images is None:
+    elif unit(recipe) == "tokens":
         corpus, train, _ = text_splits(recipe)
         yield f"{corpus.folder}: {len(train):,} tokens to train on"
     if recipe.model.start_from is None:
@@ -66,7 +73,7 @@ def data_lines(file: Path, recipe: "Recipe", config: "BlockConfig") -> Iterator[
 def missing_line(file: Path, recipe: "Recipe", missing: str) -> str:
     how = header_line(file, "Data")
     if missing not in how:  # another folder was given on the command line
-        if recipe.data.images is None:
+        if unit(recipe) == "tokens":
             how = "make it with `tokenformer prepare`"
         else:
             how = "add it" if is_local(missing) else "a run looks for it on the Hugging Face hub"
@@ -93,9 +100,12 @@ def model_lines(
 ) -> Iterator[str]:
     shape = f"{config.num_hidden_layers} layers, width {config.hidden_size}"
     yield f"{recipe.model.family}: {shape}, {config.num_attention_heads} heads"
-    unit = "images" if recipe.data.images else f"sequences of {recipe.data.length:,} tokens"
+    length = f"{recipe.data.length:,} tokens"
+    kind = {"images": "images", "samples": f"an image and {length} of text"}.get(
+        unit(recipe), f"sequences of {length}"
+    )
     sizes = [f"{size:,}" for size, _ in groupby(part.stage.run.batch_size for part in stages)]
-    yield f"Batches of {', then '.join(sizes)} {unit}, {recipe.run.precision}"
+    yield f"Batches of {', then '.join(sizes)} {kind}, {recipe.run.precision}"
 
 
 def stage_table(stages: "list[StageEstimate]", unit: str) -> "Table":

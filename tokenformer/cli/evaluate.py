@@ -1,4 +1,4 @@
-"""`tokenformer evaluate`: benchmarks, perplexity and image accuracy."""
+"""`tokenformer evaluate`: benchmarks, perplexity, image accuracy and captions."""
 
 import importlib.util
 import sys
@@ -11,6 +11,7 @@ from tokenformer.cli.model import (
     adapter_folders,
     check_bits,
     load_classifier,
+    load_image_text,
     load_model,
     resolve_model,
 )
@@ -18,14 +19,16 @@ from tokenformer.cli.progress import ShowProgress, progress
 from tokenformer.cli.samples import check_samples
 from tokenformer.errors import DataError, InputError
 from tokenformer.installation import install_hint
-from tokenformer.paths import exists, expand_user, missing_message
+from tokenformer.paths import exists, expand_user, is_local, missing_message
 
 if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ALL_SIX = "paper"
-MEASURES = ("tasks", "perplexity", "images")
+MEASURES = ("tasks", "perplexity", "images", "captions")
+KINDS = {"images": "an image classifier", "captions": "a vision-language model"}
+"""What these measure, instead of a language model."""
 REQUIRES = {
     "data": "tasks",
     "split": "perplexity",
@@ -54,6 +57,7 @@ def evaluate(
     images: str | None = None,
     confusion: Path | None = None,
     labels_by_index: bool = False,
+    captions: str | None = None,
     batch_size: int | None = None,
     limit: int | None = None,
     adapter: tuple[str, ...] = (),
@@ -61,11 +65,12 @@ def evaluate(
     no_verify: bool = False,
     json: bool = False,
 ) -> None:
-    """Evaluate a model: benchmarks beside the paper's figures, perplexity, image accuracy.
+    """Evaluate a model: benchmarks beside the paper's figures, perplexity, image accuracy,
+    captions.
 
     Args:
         model: A model folder, a run folder or a hub name of any causal language model or, for
-            --images, of any image classifier.
+            --images, of any image classifier; for --captions a vision-language model.
         tasks: Comma-separated tasks of lm-evaluation-harness, or paper for the six of the paper's
             table. Run the same command again to resume after an interruption.
         data: A folder of jsonl files to read the six tasks from, instead of the hub.
@@ -78,11 +83,14 @@ def evaluate(
             or of CIFAR files, a Hugging Face dataset, or digits.
         confusion: Save a plot of the confusion matrix to this file.
         labels_by_index: Match classes of the images and of the model by index, not by name.
+        captions: Images with captions, to measure perplexity with the right image, another and
+            none, BLEU and CIDEr of generated captions, and retrieval on: a folder of parquet files,
+            of JSON lines or of images with text files, or a Hugging Face dataset.
         batch_size: Windows, requests or images per batch; by default as many as fit.
         limit: Use only the first items of each task, tokens of the text, or images.
         adapter: An adapter to use, a folder or NAME=DIR; several, or the option again, are active
             together.
-        bits: 8 or 4 quantizes the weights of a TokenFormer; not with --images.
+        bits: 8 or 4 quantizes the weights of a TokenFormer; not with --images or --captions.
         no_verify: Skip verifying the weights (checksums.json, NaN, inf).
         json: Print one JSON document.
     """
@@ -96,14 +104,18 @@ def evaluate(
         images=images,
         confusion=confusion,
         labels_by_index=labels_by_index or None,
+        captions=captions,
         batch_size=batch_size,
         limit=limit,
     )
     check_bits(bits)
-    if bits is not None and images is not None:
-        raise InputError("--bits is for language models; it cannot be used with --images")
-    resolve_model(model, "a language model" if images is None else "an image classifier")
+    special = next((n for n in KINDS if {"images": images, "captions": captions}[n]), None)
+    if bits is not None and special is not None:
+        raise InputError(f"--bits is for language models; it cannot be used with --{special}")
+    resolve_model(model, KINDS.get(special or "", "a language model"))
     adapters = adapter_folders(adapter)
+    if adapters and captions is not None:
+        raise InputError("--adapter cannot be used with --captions")
     names = None if tasks is None else task_names(tasks)
     data, perplexity = (None if path is None else expand_user(path) for path in (data, perplexity))
 
@@ -124,6 +136,10 @@ def evaluate(
             limit,
             no_verify,
             console,
+        )
+    elif captions is not None:
+        results["captions"] = measure_image_captions(
+            model, captions, batch_size, limit, no_verify, console
         )
     else:
         loaded, tokenizer = load_model(model, bits, verify=not no_verify, adapters=adapters)
@@ -149,14 +165,14 @@ def check_options(**given: Any) -> None:
     """Check the options before anything slow is imported or loaded; None is an option not given."""
     if all(given[name] is None for name in MEASURES):
         raise InputError(
-            "nothing to evaluate; pass --tasks NAMES, --perplexity DATA or --images DATA"
+            "nothing to evaluate; pass --tasks NAMES, --perplexity DATA, --images DATA or "
+            "--captions DATA"
         )
-    if given["images"] is not None:
-        for name in ("tasks", "perplexity"):
-            if given[name] is not None:
-                raise InputError(
-                    f"--images is for an image classifier, --{name} for a language model; use one"
-                )
+    for special, kind in KINDS.items():
+        for name in MEASURES:
+            if given[special] is not None and name != special and given[name] is not None:
+                other = KINDS.get(name, "a language model")
+                raise InputError(f"--{special} is for {kind}, --{name} for {other}; use one")
     for name in SIZES:
         if given[name] is not None and given[name] < 1:
             raise InputError(f"--{name} {given[name]} must be at least 1")
@@ -167,6 +183,9 @@ def check_options(**given: Any) -> None:
         if given[name] is not None and not exists(expand_user(given[name])):
             raise InputError(f"--{name}: {missing_message(given[name])}")
     check_samples(images=given["images"])
+    captions = given["captions"]
+    if captions is not None and is_local(captions) and not exists(expand_user(captions)):
+        raise InputError(f"--captions: {missing_message(captions)}")
     confusion = given["confusion"]
     if confusion is not None and not (exists(confusion.parent) and confusion.parent.is_dir()):
         raise InputError(f"--confusion: {missing_message(given['confusion'].parent)}")
@@ -274,6 +293,32 @@ def measure_text(
     )
     source = {"data": str(path), "split": split, "length": length, "stride": stride}
     return {**source, **result.asdict()}, summary
+
+
+def measure_image_captions(
+    model: str,
+    source: str,
+    batch_size: int | None,
+    limit: int | None,
+    no_verify: bool,
+    console: "Console",
+) -> Result:
+    from tokenformer.data.image_text_sources import load_captions
+    from tokenformer.evaluate.captions import measure_captions
+
+    found, split = load_captions(source)
+    loaded, processor = load_image_text(model, verify=not no_verify)
+    with progress(console) as show:
+        result = measure_captions(
+            loaded,
+            processor,
+            found,
+            limit=limit,
+            batch_size=batch_size,
+            on_images=lambda what, done, total: show(f"{what}: {done:,} of {total:,}", done, total),
+        )
+    source_ = {"data": source, "split": split}
+    return {**source_, **result.asdict()}, f"{source}, {split}: {result}"
 
 
 def measure_images(

@@ -1,4 +1,4 @@
-"""`tokenformer generate`: sample text from a language model, streamed."""
+"""`tokenformer generate`: sample text from a language or vision-language model, streamed."""
 
 import sys
 from collections.abc import Callable
@@ -7,9 +7,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from tokenformer.cli.model import adapter_folders, check_bits, load_model
+from tokenformer.cli.model import adapter_folders, check_bits, load_image_text, load_model
 from tokenformer.cli.terminal import json_text, printable
-from tokenformer.errors import InputError
+from tokenformer.errors import DataError, InputError
 from tokenformer.paths import exists, expand_user, missing_message
 
 LEAST_TEMPERATURE = 1e-3
@@ -20,6 +20,7 @@ def generate(
     model: str,
     prompt: str | None = None,
     prompts: Path | None = None,
+    image: Path | None = None,
     max_new_tokens: int = 200,
     temperature: float = 0.8,
     top_k: int | None = None,
@@ -33,12 +34,15 @@ def generate(
     no_verify: bool = False,
     json: bool = False,
 ) -> None:
-    """Sample text from a language model, streamed.
+    """Sample text from a language model, or about an image from a vision-language model, streamed.
 
     Args:
-        model: A model folder, a run folder or a hub name of any causal language model.
+        model: A model folder, a run folder or a hub name of any causal language model or, with
+            --image, of a vision-language model.
         prompt: The text to continue; - reads it from standard input.
         prompts: A text file with one prompt per line; each is continued independently.
+        image: An image that the text is about. <image> marks its place in the prompt, which is by
+            default the front; the prompt may be left out.
         max_new_tokens: Maximum number of tokens to generate. Beyond the model's context, a sliding
             window is used.
         temperature: Sampling temperature; 0 is greedy decoding.
@@ -62,10 +66,21 @@ def generate(
     if stop == "":
         raise InputError("--stop must be a text of at least one character")
     texts = [*([] if prompt is None else [read_prompt(prompt)]), *read_prompts(prompts)]
+    if not texts and image is not None:
+        texts = [""]
     if not texts:
         raise InputError("the prompt is missing; give --prompt TEXT or --prompts FILE")
     adapters = adapter_folders(adapter)
-    loaded, tokenizer = load_model(model, bits, verify=not no_verify, adapters=adapters)
+    if image is not None:
+        if bits is not None or adapters:
+            name = "--bits" if bits is not None else "--adapter"
+            raise InputError(f"{name} is for language models; it cannot be used with --image")
+        if not exists(expand_user(image)):
+            raise InputError(f"--image: {missing_message(image)}")
+        loaded, processor = load_image_text(model, verify=not no_verify)
+        tokenizer = processor.tokenizer
+    else:
+        loaded, tokenizer = load_model(model, bits, verify=not no_verify, adapters=adapters)
 
     import torch
 
@@ -76,14 +91,22 @@ def generate(
     if repetition_penalty is not None:
         sampling["repetition_penalty"] = repetition_penalty
     # All prompts are encoded first, so that a bad one fails before any text is generated.
-    encoded = [(text, encode(loaded, tokenizer, text)) for text in texts]
-    warn(loaded, [ids.shape[1] for _, ids in encoded], max_new_tokens)
+    inputs: dict[str, Any] = {}
+    if image is None:
+        encoded = [(text, encode(loaded, tokenizer, text)) for text in texts]
+        warn(loaded, [ids.shape[1] for _, ids in encoded], max_new_tokens)
+    else:
+        encoded, inputs = encode_image(loaded, processor, texts, image)
+        longest = max(ids.shape[1] for _, ids in encoded)
+        max_new_tokens = fit_context(loaded, longest, max_new_tokens)
     on_text = (lambda text: None) if json else show
     samples = []
     for index, (text, ids) in enumerate(encoded):
         torch.manual_seed(seed)
         on_text(("\n\n" if index else "") + text)
-        added = continue_prompt(loaded, tokenizer, ids, max_new_tokens, sampling, stop, on_text)
+        added = continue_prompt(
+            loaded, tokenizer, ids, max_new_tokens, sampling | inputs, stop, on_text
+        )
         samples.append({"prompt": text, "added": added})
     sys.stdout.write(json_text(samples, sys.stdout.encoding or "utf-8") + "\n" if json else "\n")
 
@@ -138,6 +161,44 @@ def encode(model: Any, tokenizer: Any, text: str) -> Any:
 
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
     return add_start_token(ids, tokenizer).to(model.device)
+
+
+def encode_image(
+    model: Any, processor: Any, texts: list[str], image: Path
+) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
+    """Return each prompt with its ids [1, T], and the pixel values that belong to them."""
+    from tokenformer.data.images import decode_file
+    from tokenformer.models.image_text_processing import IMAGE_TOKEN
+    from tokenformer.models.pixels import to_pillow
+
+    try:
+        picture = to_pillow(decode_file(expand_user(image)))
+    except DataError as error:
+        raise InputError(f"--image: {error}") from None
+    encoded, values = [], None
+    for text in texts:
+        marked = text if IMAGE_TOKEN in text else IMAGE_TOKEN + text
+        if marked.count(IMAGE_TOKEN) > 1:
+            raise InputError(f"the prompt has {IMAGE_TOKEN} more than once, for one image")
+        batch = processor(text=marked, images=[picture], return_tensors="pt").to(model.device)
+        encoded.append((text, batch["input_ids"]))
+        values = batch["pixel_values"]
+    return encoded, {"pixel_values": values}
+
+
+def fit_context(model: Any, length: int, new: int) -> int:
+    """Return how many tokens fit in the context after an image and its prompt: a window would slide
+    over the image."""
+    context = model.config.max_position_embeddings
+    if length >= context:
+        raise InputError(
+            f"the image and the prompt take {length} positions, the model has {context}; shorten "
+            "the prompt"
+        )
+    if length + new > context:
+        line = f"the model's context is {context} positions; at most {context - length} tokens fit"
+        sys.stderr.write(f"tokenformer generate: {line} after the image and the prompt\n")
+    return min(new, int(context) - length)
 
 
 def warn(model: Any, lengths: list[int], new: int) -> None:

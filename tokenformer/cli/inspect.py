@@ -8,9 +8,11 @@ from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokenformer.cli.inspect_image_text import inspect_image_text
 from tokenformer.cli.model import CONFIG, read_config, resolve_folder
 from tokenformer.errors import InputError
 from tokenformer.models.presets import (
+    IMAGE_TEXT_PRESETS,
     TOKENFORMER_PRESETS,
     TRANSFORMER_PRESETS,
     VISION_TOKENFORMER_PRESETS,
@@ -35,6 +37,7 @@ LABELS = {
     "output": "output projection",
     "ffn": "feed-forward",
     "head": "output head",
+    "encoder": "frozen encoder",
     "adamw_moments": "AdamW moments",
 }
 
@@ -49,12 +52,13 @@ def inspect(
 ) -> None:
     """Print parameters, FLOPs and memory of a model, next to those of its Transformer baseline.
 
-    For an image classifier: parameters, FLOPs per image, memory of weights and optimizer.
+    For an image classifier or a vision-language model: parameters, FLOPs per image, memory of
+    weights and optimizer.
 
     Args:
-        model: A preset (124m, 354m, ...; for images base-match, base, large-match, large;
-            transformer-124m, transformer-base, ... for the baselines alone), a model folder, a run
-            folder or a hub name.
+        model: A preset (124m, 354m, ...; for images base-match, base, large-match, large; for both
+            base+124m; transformer-124m, transformer-base, ... for the baselines alone), a model
+            folder, a run folder or a hub name.
         lengths: Sequence lengths to count FLOPs for.
         batch_size: Sequences per batch, for the memory of activations.
         length: Tokens per sequence, for FLOPs by part and for memory; by default the model's
@@ -71,7 +75,13 @@ def inspect(
 
     from tokenformer.models.accounting import matching_transformer
     from tokenformer.models.configuration import LanguageConfig, TokenformerConfig
+    from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
 
+    if isinstance(config, TokenformerImageTextConfig):
+        if plot is not None:
+            raise InputError(f"--plot does not apply: {model} is a vision-language model")
+        inspect_image_text(model, config, length, json=json)
+        return
     if not isinstance(config, LanguageConfig):
         inspect_images(model, config, {"length": length, "plot": plot}, json=json)
         return
@@ -139,6 +149,10 @@ def load_config(model: str) -> "LanguageConfig | VisionConfig":
 
     if name in TOKENFORMER_PRESETS:
         return TokenformerConfig.from_preset(name)
+    if name in IMAGE_TEXT_PRESETS:
+        from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
+
+        return TokenformerImageTextConfig.from_preset(name)
     if name in VISION_TOKENFORMER_PRESETS:
         return TokenformerVisionConfig.from_preset(name)
     if size in TRANSFORMER_PRESETS:
@@ -158,15 +172,15 @@ def load_config(model: str) -> "LanguageConfig | VisionConfig":
 
 
 def is_preset(name: str, size: str) -> bool:
-    own = name in TOKENFORMER_PRESETS or name in VISION_TOKENFORMER_PRESETS
-    return own or size in TRANSFORMER_PRESETS or size in VISION_TRANSFORMER_PRESETS
+    own = {**TOKENFORMER_PRESETS, **VISION_TOKENFORMER_PRESETS, **IMAGE_TEXT_PRESETS}
+    return name in own or size in TRANSFORMER_PRESETS or size in VISION_TRANSFORMER_PRESETS
 
 
 def config_folder(model: str) -> Path:
     """Return the folder of a model that is not a preset; `owner/name` may be on the hub."""
     if is_local(model) or "/" in model:
         return resolve_folder(model)
-    own = (*TOKENFORMER_PRESETS, *VISION_TOKENFORMER_PRESETS)
+    own = (*TOKENFORMER_PRESETS, *VISION_TOKENFORMER_PRESETS, *IMAGE_TEXT_PRESETS)
     plain = (*TRANSFORMER_PRESETS, *VISION_TRANSFORMER_PRESETS)
     presets = [*own, *(TRANSFORMER_PREFIX + size for size in plain)]
     alike: list[str | Path] = [*get_close_matches(model.lower(), presets, n=1)]

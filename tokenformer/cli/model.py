@@ -32,11 +32,13 @@ CONFIG = "config.json"
 KINDS = {
     "a language model": ("ForCausalLM", "LMHeadModel"),
     "an image classifier": ("ForImageClassification",),
+    "a vision-language model": ("ForImageTextToText",),
 }
 """Suffixes of the transformers classes of each kind."""
 USES = {
     "a language model": "tokenformer generate, serve or evaluate --perplexity",
     "an image classifier": "tokenformer predict or evaluate --images",
+    "a vision-language model": "tokenformer generate --image or evaluate --captions",
 }
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -234,6 +236,22 @@ def adapter_warnings() -> Iterator[None]:
     ours = (each.message for each in caught if each.category is UserWarning)
     for line in dict.fromkeys(" ".join(str(message).split()) for message in ours):
         sys.stderr.write(f"warning: {line}\n")
+
+
+def load_image_text(name: str, *, verify: bool = True) -> tuple[Any, Any]:
+    """Return a vision-language model and its processor."""
+    check_pillow()
+    name = resolve_model(name, "a vision-language model")
+
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    from tokenformer import TokenformerForImageTextToText
+
+    classes = AutoModelForImageTextToText, AutoProcessor
+    model, processor = load_pair(name, *classes, "processor", verify=verify)
+    if not isinstance(model, TokenformerForImageTextToText):
+        raise InputError(f"{name} is a {type(model).__name__}, not a model of `tokenformer join`")
+    return model, processor
 
 
 def check_pillow() -> None:

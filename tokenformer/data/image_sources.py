@@ -6,6 +6,7 @@
 | a folder of IDX files               | `train-images-idx3-ubyte`, ..., gzipped or not          |
 | a folder of CIFAR's binary files    | `data_batch_1.bin`, ..., or `train.bin` and `test.bin`  |
 | a folder of folders of images       | `train/CLASS/*.jpg` and `val/CLASS/...`, as ImageNet's  |
+| a folder of parquet files           | `train.parquet` or `train-*.parquet`, `validation...`   |
 | a Hugging Face dataset              | a folder made by `save_to_disk`, or a name on the hub   |
 """
 
@@ -115,12 +116,12 @@ def all_splits(source: str, on_corrupt: str) -> dict[str, ImageSet]:
         return {"train": digits()}
     if not is_local(source):
         return dataset_splits(source, on_corrupt)
-    for read_splits in (idx_splits, cifar_splits, saved_splits, folder_splits):
+    for read_splits in (idx_splits, cifar_splits, saved_splits, parquet_splits, folder_splits):
         if splits := read_splits(folder, on_corrupt):
             return splits
     raise DataError(
         f"{folder} has no images: no IDX or CIFAR files, no folders of images by class, "
-        "no saved dataset"
+        "no parquet files or saved dataset"
     )
 
 
@@ -187,6 +188,38 @@ def saved_splits(folder: Path, on_corrupt: str) -> dict[str, ImageSet]:
 
         return read_dataset(str(folder), lambda: datasets.load_from_disk(str(folder)), on_corrupt)
     return {}
+
+
+def parquet_splits(folder: Path, on_corrupt: str) -> dict[str, ImageSet]:
+    files = parquet_files(folder)
+    if not files:
+        return {}
+    return read_dataset(str(folder), lambda: read_parquet(files), on_corrupt)
+
+
+def read_parquet(files: dict[str, list[str]]) -> dict[str, Any]:
+    """Read the parquet files of each split as Hugging Face datasets."""
+    import datasets
+
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()  # local files take a second
+    try:
+        return {
+            split: datasets.load_dataset("parquet", data_files=paths, split="train")
+            for split, paths in files.items()
+        }
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+
+
+def parquet_files(folder: Path) -> dict[str, list[str]]:
+    """Return the parquet files of each split, named as `train.parquet` or `train-00000.parquet`."""
+    found = {
+        split: sorted(str(path) for path in folder.glob(f"{split}[.-]*parquet"))
+        for split in ("train", *HELD_OUT)
+    }
+    return {split: paths for split, paths in found.items() if paths}
 
 
 def dataset_splits(name: str, on_corrupt: str) -> dict[str, ImageSet]:

@@ -70,14 +70,32 @@ class ArrayImages:
         return self.pixels[index], int(self.labels[index])
 
 
-class DecodedImages:
+class CorruptPolicy:
+    """What to do at an image that cannot be decoded: `refuse` it, or `skip` it and list it."""
+
+    def __init__(self, on_corrupt: str) -> None:
+        check_policy(on_corrupt)
+        self.on_corrupt = on_corrupt
+        self.skipped: set[Any] = set()
+        self.lock = threading.Lock()
+
+    def handle(self, name: Any, error: DataError) -> None:
+        """Raise the error, or log it once, from whichever thread comes first."""
+        if self.on_corrupt == "refuse":
+            raise error
+        with self.lock:
+            known = name in self.skipped
+            self.skipped.add(name)
+        if not known:
+            logger.warning("%s; skipped", error)
+
+
+class DecodedImages(CorruptPolicy):
     """Images that are decoded on access."""
 
     def __init__(self, labels: Sequence[Any], classes: Sequence[str], on_corrupt: str) -> None:
-        check_policy(on_corrupt)
-        self.labels, self.classes, self.on_corrupt = labels, list(classes), on_corrupt
-        self.skipped: set[Any] = set()
-        self.lock = threading.Lock()
+        super().__init__(on_corrupt)
+        self.labels, self.classes = labels, list(classes)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -95,9 +113,7 @@ class DecodedImages:
             try:
                 return self.decode(candidate), self.label(candidate)
             except CorruptImageError as error:
-                if self.on_corrupt == "refuse":
-                    raise
-                self.skip(candidate, error)
+                self.handle(self.name(candidate), error)
         raise DataError(f"{self.name(index)} and all images after it cannot be read")
 
     def label(self, index: int) -> int:
@@ -105,14 +121,6 @@ class DecodedImages:
         if label is None or not 0 <= label < len(self.classes):  # -1 in hidden test sets
             raise DataError(f"{self.name(index)} has the label {label}, which is not a class")
         return int(label)
-
-    def skip(self, index: int, error: DataError) -> None:
-        """Log a skipped image once, from whichever thread comes first."""
-        with self.lock:
-            known = self.name(index) in self.skipped
-            self.skipped.add(self.name(index))
-        if not known:
-            logger.warning("%s; skipped", error)
 
 
 class FileImages(DecodedImages):

@@ -7,9 +7,11 @@ from typing import Any
 
 from tokenformer.growth.growth_report import GrowthReport
 from tokenformer.growth.model_from_tensors import ModelT
+from tokenformer.growth.tokens.joint_growth import grow_new_tokens
 from tokenformer.growth.tokens.token_growth import grow_tokens
 from tokenformer.growth.transformer.methods import METHODS, grow_transformer
 from tokenformer.models.configuration import MatrixConfig, TokenConfig, TransformerConfig
+from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
 
 TOKENS = "tokens"
 
@@ -28,7 +30,8 @@ def grow(
         to: a preset name or a configuration. Alternatively, give sizes among the options.
         method: for a TokenFormer None or `tokens`, see `growth/tokens/token_growth.py`; for a
             Transformer one of `growth/transformer/methods.py`, by default `net2net`.
-        **options: passed to `grow_tokens` or `grow_transformer`.
+        **options: passed to `grow_tokens` or `grow_transformer`; a vision-language model takes
+            `new_tokens`, see `growth/tokens/joint_growth.py`.
     """
     if hasattr(model, "peft_config"):
         raise TypeError(
@@ -45,4 +48,6 @@ def grow(
         raise ValueError(
             f"method={method!r}: a TokenFormer grows by its tokens; leave the method out"
         )
+    if isinstance(model.config, TokenformerImageTextConfig):
+        return grow_new_tokens(model, to, **options)
     return grow_tokens(model, to, **options)

@@ -5,6 +5,7 @@ from tokenformer.layers.block import ParallelBlock, SequentialBlock
 from tokenformer.layers.drop_path import DropPath
 from tokenformer.layers.linear import Linear
 from tokenformer.layers.mlp import GeluMLP, SwiGLU
+from tokenformer.layers.modality_pattention import ModalityPattention, ModalityRows
 from tokenformer.layers.norm import LayerNorm, RMSNorm
 from tokenformer.layers.patches import PatchEmbedding
 from tokenformer.layers.pattention import Pattention
@@ -20,6 +21,8 @@ __all__ = [
     "LayerNorm",
     "LearnedPositions",
     "Linear",
+    "ModalityPattention",
+    "ModalityRows",
     "NoPositions",
     "ParallelBlock",
     "PatchEmbedding",

@@ -62,25 +62,27 @@ class Attention(nn.Module):
         rotation: Rotation | None = None,
         attention_mask: Any = None,
         past_key_values: Cache | None = None,
+        routing: tuple[Any, ...] = (),
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from x [B, T, d] to itself, or to `context` [B, S, d].
 
         `attention_mask` broadcasts to [B, H, T, S]: True, or 0 in a float mask, means "attend". It
-        applies in addition to the causal mask.
+        applies in addition to the causal mask. `routing` are further arguments of the projections,
+        such as the `ModalityRows` of a `ModalityPattention`.
         Returns the output and, if `attend` computes them, the attention weights.
         """
         if context is None:
-            projected = project_all((self.q, self.k, self.v), x)
+            projected = project_all((self.q, self.k, self.v), x, *routing)
         else:
-            projected = [self.q(x), self.k(context), self.v(context)]
+            projected = [self.q(x, *routing), self.k(context), self.v(context)]
         query, key, value = map(self._split_heads, projected)  # [B, H or H_kv, T or S, head_dim]
         if rotation is not None:
             query, key = rotate_all((query, key), rotation)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attended, weights = self.attend(query, key, value, attention_mask, **options)
-        return self.o(attended.flatten(-2)), weights  # [B, T, H, head_dim] -> [B, T, d]
+        return self.o(attended.flatten(-2), *routing), weights  # [B, T, H, head_dim] -> [B, T, d]
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any

@@ -29,15 +29,18 @@ class SequentialBlock(nn.Module):
         self.ffn = ffn
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
-    def forward(self, x: Tensor, **options: Any) -> Tensor:
-        """x [B, T, d] -> [B, T, d]; `options` are passed to the attention."""
-        x = x + self.drop_path(self.attention(self.attention_norm(x), **options)[0])
-        return x + self.drop_path(self.ffn(self.ffn_norm(x)))
+    def forward(self, x: Tensor, routing: tuple[Any, ...] = (), **options: Any) -> Tensor:
+        """x [B, T, d] -> [B, T, d]; `options` are passed to the attention, `routing` to all
+        projections, beside their input."""
+        attended = self.attention(self.attention_norm(x), routing=routing, **options)[0]
+        x = x + self.drop_path(attended)
+        return x + self.drop_path(self.ffn(self.ffn_norm(x), *routing))
 
 
 class ParallelBlock(SequentialBlock):
     """Both branches read the same x, as in GPT-NeoX."""
 
-    def forward(self, x: Tensor, **options: Any) -> Tensor:
-        attended = self.attention(self.attention_norm(x), **options)[0]
-        return x + self.drop_path(attended) + self.drop_path(self.ffn(self.ffn_norm(x)))
+    def forward(self, x: Tensor, routing: tuple[Any, ...] = (), **options: Any) -> Tensor:
+        attended = self.attention(self.attention_norm(x), routing=routing, **options)[0]
+        fed = self.ffn(self.ffn_norm(x), *routing)
+        return x + self.drop_path(attended) + self.drop_path(fed)

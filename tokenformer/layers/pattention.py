@@ -5,6 +5,7 @@ y = layer(x)        # [..., 768] -> [..., 768]
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -152,18 +153,25 @@ class Pattention(nn.Module):
         )
 
 
-def project_all(layers: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
+DENSE_LAYERS: set[type[nn.Module]] = {Pattention}
+"""Classes whose call without further arguments is Pattention over `token_set()`."""
+
+
+def project_all(layers: Sequence[nn.Module], x: Tensor, *routing: Any) -> list[Tensor]:
     """Call several layers on one input, such as q, k and v; in one call where that is faster."""
-    if not torch.compiler.is_compiling():
+    if not routing and not torch.compiler.is_compiling():
         groups = [group for layer in layers if (group := token_group(layer)) is not None]
         if len(groups) == len(layers) and joint.supports(x, groups):
             return joint.run(x, groups)
-    return [layer(x) for layer in layers]
+    return [layer(x, *routing) for layer in layers]
 
 
 def token_group(layer: nn.Module) -> TokenGroup | None:
     """Return the tokens of a layer; None if calling it may do more than Pattention."""
-    if type(layer) is not Pattention or layer.backend not in ("auto", "direct"):
+    if type(layer) not in DENSE_LAYERS:
+        return None
+    assert isinstance(layer, Pattention)
+    if layer.backend not in ("auto", "direct"):
         return None
     if "forward" in layer.__dict__ or has_hooks(layer):
         return None

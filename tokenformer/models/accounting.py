@@ -27,6 +27,7 @@ from tokenformer.models.configuration import (
     TransformerConfig,
     VisionConfig,
 )
+from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
 from tokenformer.models.presets import TRANSFORMER_PRESETS
 from tokenformer.ops.backends import saved_bytes
 from tokenformer.ops.backends.interface import Sizes
@@ -43,9 +44,15 @@ def count_parameters(config: LanguageConfig | VisionConfig) -> dict[str, int]:
     d = config.hidden_size
     learned_scales = isinstance(config, TokenConfig) and config.learned_scale
     ends = _image_ends(config) if isinstance(config, VisionConfig) else _text_ends(config)
+    images = (
+        {"images": _image_input_parameters(config)}
+        if isinstance(config, TokenformerImageTextConfig)
+        else {}
+    )
     return {
         "embedding": ends["embedding"],
         "positions": ends["positions"],
+        **images,
         **_projection_parameters(config),
         "routers": _router_parameters(config) + _routed_biases(config),
         "scales": len(PROJECTIONS) * config.num_hidden_layers if learned_scales else 0,
@@ -83,6 +90,20 @@ def _image_ends(config: VisionConfig) -> dict[str, int]:
     }
 
 
+def _image_input_parameters(config: TokenformerImageTextConfig) -> int:
+    """Parameters that turn images into inputs of the layers: patch embedding and final norm of a
+    joint model, else encoder and projector."""
+    vision, d = config.vision_config, config.hidden_size
+    if config.is_joined:
+        ends = _image_ends(vision)
+        norm = d * _norm_vectors(vision.final_norm_parameters)
+        return ends["embedding"] + ends["positions"] + norm
+    encoder = count_parameters(vision)
+    wide, hidden = vision.hidden_size, config.projector_size
+    projector = hidden * (wide + 1) + d * (hidden + 1)
+    return sum(encoder.values()) - encoder["head"] + projector
+
+
 def forward_flops(config: LanguageConfig, length: int) -> dict[str, int]:
     """FLOPs of the forward pass of one sequence of `length` tokens, by part.
 
@@ -106,6 +127,48 @@ def image_forward_flops(config: VisionConfig) -> dict[str, int]:
 def image_training_flops(config: VisionConfig) -> dict[str, int]:
     """FLOPs of forward and backward of one image; see `training_flops`."""
     return {part: 3 * flops for part, flops in image_forward_flops(config).items()}
+
+
+def image_text_forward_flops(config: TokenformerImageTextConfig, length: int) -> dict[str, int]:
+    """FLOPs of the forward pass of one image of the model's size and `length` tokens of text, with
+    logits for the text only. `encoder` is that of mode `projector`."""
+    vision, d = config.vision_config, config.hidden_size
+    positions = vision.num_positions
+    blocks = _block_flops(config, length + positions)
+    patches = 2 * vision.patch_channels * vision.hidden_size * vision.grid_size**2
+    if config.mode == "routed":
+        # Every position is multiplied with the tokens of its own modality only.
+        for part, widths in _token_widths(config).items():
+            blocks[part] = sum(
+                2 * width * ((vision_n + new) * positions + (new + language) * length)
+                for name, width in widths.items()
+                for layer in range(config.num_hidden_layers)
+                for vision_n, new, language in [config.parts(name, layer)]
+            )
+    head = {"head": 2 * config.vocab_size * d * length}
+    if config.is_joined:
+        return {"images": patches, **blocks, **head}
+    encoder = sum(flops for part, flops in image_forward_flops(vision).items() if part != "head")
+    projector = 2 * positions * config.projector_size * (vision.hidden_size + d)
+    return {"encoder": encoder, "images": projector, **blocks, **head}
+
+
+def image_text_training_flops(config: TokenformerImageTextConfig, length: int) -> dict[str, int]:
+    """FLOPs of forward and backward; see `training_flops`. A frozen encoder has no backward."""
+    return {
+        part: flops if part == "encoder" else 3 * flops
+        for part, flops in image_text_forward_flops(config, length).items()
+    }
+
+
+def _token_widths(config: TokenConfig) -> dict[str, dict[str, int]]:
+    """Numbers of a token, its key and value, by part and projection."""
+    d, kv = config.hidden_size, config.key_value_size
+    return {
+        "qkv": {"q": 2 * d, "k": d + kv, "v": d + kv},
+        "output": {"o": 2 * d},
+        "ffn": {"ffn": 2 * d},
+    }
 
 
 def _block_flops(config: BlockConfig, length: int) -> dict[str, int]:

@@ -34,6 +34,7 @@ CHOICES: dict[str, tuple[str | bool, ...]] = {
     "routed_bias": (True, False),
     "mlp": ("gelu", "swiglu"),
     "pooling": ("class", "mean"),
+    "mode": ("routed", "shared", "projector"),
     "learned_scale": (True, False),
     "tie_word_embeddings": (True, False),
     "use_cache": (True, False),

@@ -55,13 +55,20 @@ def knows_transformers() -> bool:
 
 def is_overridden(model: "LanguageModelForCausalLM") -> bool:
     """Whether a subclass or a library has its own way to prepare or run the model's tokens."""
+    from tokenformer.models.image_text import (
+        TokenformerForImageTextToText,
+        TokenformerImageTextModel,
+    )
     from tokenformer.models.language import LanguageModel, LanguageModelForCausalLM
 
+    # Both decode text as the language models do.
+    heads = LanguageModelForCausalLM.forward, TokenformerForImageTextToText.forward
+    backbones = LanguageModel.forward, TokenformerImageTextModel.forward
     return (
         any(name in model.__dict__ for name in METHODS)
         or any(getattr(type(model), name) is not getattr(GenerationMixin, name) for name in METHODS)
-        or type(model).forward is not LanguageModelForCausalLM.forward
-        or type(model.model).forward is not LanguageModel.forward
+        or type(model).forward not in heads
+        or type(model.model).forward not in backbones
     )
 
 

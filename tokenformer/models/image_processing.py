@@ -14,6 +14,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from tokenformer.models.block_configuration import STUB_MODULE
 from tokenformer.models.configuration import TokenformerVisionConfig, TransformerVisionConfig
+from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
 from tokenformer.models.pixels import Pixels, convert_channels, to_pillow, to_pixels
 
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -128,7 +129,7 @@ class TokenformerImageProcessor(PilBackend):
         return np.moveaxis(self.convert_channels(np.moveaxis(pixels, 0, -1)), -1, 0)
 
 
-for _config in (TokenformerVisionConfig, TransformerVisionConfig):
+for _config in (TokenformerVisionConfig, TransformerVisionConfig, TokenformerImageTextConfig):
     AutoImageProcessor.register(
         _config, image_processor_classes={"pil": TokenformerImageProcessor}, exist_ok=True
     )

@@ -88,6 +88,27 @@ class LanguageModel(LanguagePreTrainedModel):
         use_cache: bool | None = None,
         **options: Any,
     ) -> BaseModelOutputWithPast:
+        return self.forward_text(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            **options,
+        )
+
+    def forward_text(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        past_key_values: Cache | None,
+        inputs_embeds: Tensor | None,
+        use_cache: bool | None,
+        **options: Any,
+    ) -> BaseModelOutputWithPast:
+        """`forward`, without what transformers wraps around it."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds, not both and not neither")
         if inputs_embeds is None:

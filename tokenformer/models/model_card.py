@@ -19,6 +19,7 @@ from tokenformer.models.configuration import (
     TokenConfig,
     VisionConfig,
 )
+from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
 
 AnyConfig = LanguageConfig | VisionConfig
 CARD = "README.md"
@@ -109,6 +110,9 @@ def task(config: AnyConfig) -> tuple[str, str, str, str]:
     """Return the pipeline, the Auto class, the class of its processor, and what the model is."""
     if not has_head(config):
         return "feature-extraction", "AutoModel", "", "model without a head"
+    if isinstance(config, TokenformerImageTextConfig):
+        kind = "vision-language model"
+        return "image-text-to-text", "AutoModelForImageTextToText", "AutoProcessor", kind
     if isinstance(config, LanguageConfig):
         return "text-generation", "AutoModelForCausalLM", "AutoTokenizer", "language model"
     processor = "AutoImageProcessor"
@@ -166,6 +170,10 @@ def architecture(config: AnyConfig) -> str:
     if isinstance(config, LanguageConfig):
         rows["context length"] = f"{config.max_position_embeddings:,}"
         rows["vocabulary"] = f"{config.vocab_size:,}"
+        if isinstance(config, TokenformerImageTextConfig):
+            vision = config.vision_config
+            rows["image size, patch size"] = f"{vision.image_size}, {vision.patch_size}"
+            rows["tokens of images and text"] = config.mode
     else:
         rows["image size, patch size"] = f"{config.image_size}, {config.patch_size}"
         rows["classes"] = f"{config.num_labels:,}"

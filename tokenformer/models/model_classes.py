@@ -12,6 +12,8 @@ from tokenformer.models.configuration import (
     TransformerConfig,
     TransformerVisionConfig,
 )
+from tokenformer.models.image_text import TokenformerForImageTextToText
+from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
 from tokenformer.models.language import (
     LanguageModelForCausalLM,
     TokenformerForCausalLM,
@@ -30,6 +32,7 @@ MODEL_CLASSES: dict[type[BlockConfig], type[HeadModel]] = {
     TransformerConfig: TransformerForCausalLM,
     TokenformerVisionConfig: TokenformerForImageClassification,
     TransformerVisionConfig: TransformerForImageClassification,
+    TokenformerImageTextConfig: TokenformerForImageTextToText,
 }
 
 

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers.utils import output_capturing
 
-from tokenformer.layers import LayerNorm, LearnedPositions, Linear, NoPositions, Pattention
+from tokenformer.layers import (
+    LayerNorm,
+    LearnedPositions,
+    Linear,
+    ModalityPattention,
+    NoPositions,
+    Pattention,
+)
 from tokenformer.layers.int4 import Int4Pattention
 from tokenformer.layers.int8 import Int8Embedding, Int8Linear, Int8Pattention
 from tokenformer.layers.norm import RMSNorm
@@ -56,6 +63,7 @@ ATTENTION_PROJECTIONS = ("q", "k", "v", "o")
 QUANTIZED_NAMES = ("key_tokens", "value_tokens", "key_scales", "value_scales")
 PARAMETER_NAMES: dict[type[nn.Module], tuple[str, ...]] = {
     Pattention: ("key_tokens", "value_tokens"),
+    ModalityPattention: ("key_tokens", "value_tokens"),
     Int8Pattention: QUANTIZED_NAMES,
     Int4Pattention: QUANTIZED_NAMES,
     nn.Embedding: ("weight",),
@@ -65,7 +73,15 @@ PARAMETER_NAMES: dict[type[nn.Module], tuple[str, ...]] = {
     Int8Linear: ("weight", "scales"),
 }
 """The parameters of the layers that have a native implementation."""
-OPTIONS = ("theta", "approximate", "eps", "backend", "scale_tokens", "_active_tokens")
+OPTIONS = (
+    "theta",
+    "approximate",
+    "eps",
+    "backend",
+    "scale_tokens",
+    "_active_tokens",
+    "vision_tokens",  # of a routed layer: where its language tokens start
+)
 BACKENDS = ("auto", "native")
 """Layers that ask for another backend run in eager mode."""
 MIN_POSITIONS = 256
@@ -207,7 +223,8 @@ class NativeDecoder:
         return Norm(*pointers, module.eps, type(module) is RMSNorm, is_half)
 
     def tokens(self, module: Any) -> Tokens | None:
-        if self.class_of(module) not in (Pattention, Int8Pattention, Int4Pattention):
+        known = (Pattention, ModalityPattention, Int8Pattention, Int4Pattention)
+        if self.class_of(module) not in known:
             return None
         self.projections.append(module)
         self.track(module, module.__dict__, *OPTIONS)
@@ -220,10 +237,10 @@ class NativeDecoder:
             return None
         if module.backend not in BACKENDS:
             return None
-        keys, values, *_ = tensors
         if isinstance(module, QuantizedPattention):
-            row = keys.new_empty(1, module.in_features, dtype=torch.float32)
+            row = tensors[0].new_empty(1, module.in_features, dtype=torch.float32)
             return module.pointers() if module.supports_native(row) else None
+        keys, values, scale = module.token_set()
         if not native.supports(keys.new_empty(1, keys.shape[1], dtype=torch.float32), keys, values):
             return None
         return token_pointers(keys, values, scale)

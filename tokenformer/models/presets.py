@@ -85,6 +85,11 @@ VISION_TOKENFORMER_PRESETS: dict[str, dict[str, Any]] = {
     "large": VISION_TRANSFORMER_PRESETS["large"] | _image_tokens(1024),
 }
 
+IMAGE_TEXT_PRESETS: dict[str, dict[str, Any]] = {
+    # A vision and a language model of equal width and depth, to be joined.
+    "base+124m": {"vision": "base", "language": "124m"},
+}
+
 
 def preset(name: str, table: dict[str, dict[str, Any]]) -> dict[str, Any]:
     try:

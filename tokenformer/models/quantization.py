@@ -18,6 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from tokenformer.layers import Linear, Pattention, RoutedPattention, ThresholdedPattention
 from tokenformer.layers.int4 import Int4Pattention
 from tokenformer.layers.int8 import Int8Embedding, Int8Linear, Int8Pattention
+from tokenformer.layers.modality_pattention import ModalityPattention
 from tokenformer.layers.quantized import QuantizedPattention
 from tokenformer.layers.sharded import ShardedPattention
 from tokenformer.models.configuration import QUANTIZATION_METHOD as METHOD
@@ -89,6 +90,8 @@ def quantize_model(model: PreTrainedModel, bits: int = 8) -> None:
         raise ValueError(
             "sparse tokens (config.active_groups, config.thresholds) cannot be quantized"
         )
+    if any(isinstance(module, ModalityPattention) for module in model.modules()):
+        raise ValueError("tokens routed by modality cannot be quantized")
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
             if type(module) is Pattention:

@@ -7,7 +7,8 @@ modules (their triggers): at once if those are loaded, else by an import hook.
 
 `transformers.modeling_layers`, which every model imports, itself imports the auto modules before it
 is complete, and our modules need it complete. So they wait until no trigger is partially loaded.
-Our backbone, which imports it and which our models import, is a trigger for the same reason.
+Our backbone, which imports it and which our models import, is a trigger for the same reason, as are
+the modules that the vision-language model imports.
 """
 
 import importlib
@@ -21,18 +22,24 @@ Triggers = dict[str, tuple[str, ...]]
 """Our modules by the module after which they are imported."""
 
 CONFIGURATION_MODULES = ("tokenformer.models.configuration",)
+IMAGE_TEXT_CONFIGURATION = ("tokenformer.models.image_text_configuration",)
 MODEL_MODULES = (
     "tokenformer.models.language",
     "tokenformer.models.vision",
     "tokenformer.models.quantization",
 )
+IMAGE_TEXT_MODULES = ("tokenformer.models.image_text",)
 PARALLEL_MODULES = ("tokenformer.models.token_parallel",)
 REGISTERED_AFTER: Triggers = {
     "transformers.models.auto.configuration_auto": CONFIGURATION_MODULES,
     "transformers.models.auto.modeling_auto": MODEL_MODULES,
     "transformers.modeling_layers": MODEL_MODULES,
     "transformers.models.auto.image_processing_auto": ("tokenformer.models.image_processing",),
+    "transformers.models.auto.processing_auto": ("tokenformer.models.image_text_processing",),
+    "tokenformer.models.configuration": IMAGE_TEXT_CONFIGURATION,
     "tokenformer.models.backbone": MODEL_MODULES,
+    "tokenformer.models.language": IMAGE_TEXT_MODULES,
+    "tokenformer.models.vision": IMAGE_TEXT_MODULES,
 }
 STYLE_REGISTERED_AFTER: Triggers = {
     "transformers.distributed.tensor_parallel": PARALLEL_MODULES,

@@ -13,12 +13,18 @@ from pathlib import Path
 from tokenformer.models.backbone import BlockPreTrainedModel
 from tokenformer.models.block_configuration import BlockConfig, StubMap
 from tokenformer.models.checksums import write_checksums
-from tokenformer.models.configuration import VisionConfig
+from tokenformer.models.configuration import (
+    TokenformerVisionConfig,
+    TransformerVisionConfig,
+    VisionConfig,
+)
+from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
 from tokenformer.models.model_card import STUB, read_history, write_card
 from tokenformer.models.model_classes import MODEL_CLASSES
 from tokenformer.models.weight_files import remove_stale_weights
 
 PROCESSOR = "TokenformerImageProcessor"
+IMAGE_TEXT_PROCESSOR = "TokenformerProcessor"
 SOURCE = '''\
 """Loads this model with the tokenformer package: there is no model code in this file."""
 
@@ -31,6 +37,12 @@ except ImportError as error:
 
 __all__ = {quoted}
 '''
+PROCESSORS: dict[type[BlockConfig], list[str]] = {
+    TokenformerVisionConfig: [PROCESSOR],
+    TransformerVisionConfig: [PROCESSOR],
+    TokenformerImageTextConfig: [PROCESSOR, IMAGE_TEXT_PROCESSOR],
+}
+"""The processors of a model that are imported by its stub."""
 RESAVED = "Saved again from Python; changes to the weights in between are not recorded here."
 
 
@@ -43,6 +55,8 @@ def auto_classes(config: BlockConfig) -> dict[str, str]:
     name = model_class.__name__
     if isinstance(config, VisionConfig):
         return {"AutoModelForImageClassification": name}
+    if isinstance(config, TokenformerImageTextConfig):
+        return {"AutoModelForImageTextToText": name}
     return {"AutoModel": model_class.backbone.__name__, "AutoModelForCausalLM": name}
 
 
@@ -92,7 +106,7 @@ def complete(
     """Add the stub, the checksums and the card to a folder that `model` was just saved to, and
     remove the weights of an earlier save."""
     if classes := auto_classes(model.config):
-        processor = [PROCESSOR] if isinstance(model.config, VisionConfig) else []
+        processor = PROCESSORS.get(type(model.config), [])
         write_stub(folder, [type(model.config).__name__, *classes.values(), *processor])
     remove_stale_weights(folder)
     write_checksums(folder, hashes)

@@ -7,6 +7,8 @@ from tokenformer.data.augmentation_options import AugmentationOptions
 
 ADAPTED_LAYERS = ("ffn", "q", "k", "v", "o")
 """The layers of a block that can be adapted."""
+PARTS = ("vision", "new", "language")
+"""The parts of the tokens of a vision-language model."""
 
 
 @dataclass
@@ -22,7 +24,8 @@ class ModelOptions:
     needs a lower learning rate than a fresh one."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of TokenformerConfig or TransformerConfig; for images, of TokenformerVisionConfig or
-    TransformerVisionConfig. The data sets the vocabulary size or the number of classes."""
+    TransformerVisionConfig; for images with text, of TokenformerImageTextConfig. The data sets the
+    vocabulary size or the number of classes."""
 
 
 @dataclass
@@ -38,6 +41,13 @@ class DataOptions:
     images: str | None = None
     """Instead of a corpus: a folder of images by class (train/CLASS/..., val/CLASS/...), of IDX or
     CIFAR files, a Hugging Face dataset, or digits (no download needed)."""
+    image_text: str | None = None
+    """Instead of a corpus: images with captions or conversations, as a folder of parquet files, of
+    JSON lines or of images with text files, or a Hugging Face dataset. `length` is then the most
+    tokens of text in a sample."""
+    tokenizer: str = "bytes"
+    """Tokenizer of a fresh vision-language model: bytes, a tokenizer.json, a tokenizer folder or a
+    hub name. A trained model has its own."""
     held_out_share: float = 0.1
     """Share of the images to hold out if the data has no validation split."""
     on_corrupt: Literal["refuse", "skip"] = "refuse"
@@ -72,6 +82,9 @@ class OptimizerOptions:
     rates: dict[str, float] = field(default_factory=dict)
     """Factors on the learning rate of parameters by name pattern: {"*.key_tokens": 0.5}. 0 freezes
     them, without weight decay. The last matching pattern applies."""
+    part_rates: dict[str, float] = field(default_factory=dict)
+    """Factors on the learning rate of the tokens of a vision-language model by part, vision, new or
+    language: {"vision": 0, "language": 0} trains only new tokens; 0 freezes."""
     rate_law: Literal["none", "tokens"] = "none"
     """`tokens` adapts the learning rate to the number of tokens n of each layer: values learn at
     reference_tokens / n, keys at the root of that. A rate tuned on a small model then fits a large
@@ -87,6 +100,12 @@ class OptimizerOptions:
             raise ValueError(f"clip_norm={self.clip_norm} must be above 0, or null")
         if any(rate < 0 for rate in self.rates.values()):
             raise ValueError(f"rates={self.rates} must not be negative; 0 freezes")
+        for part, rate in self.part_rates.items():
+            if part not in PARTS or rate < 0:
+                raise ValueError(
+                    f"part_rates={self.part_rates} must have factors of at least 0 for "
+                    f"{', '.join(PARTS)}"
+                )
 
 
 @dataclass

@@ -60,6 +60,7 @@ def resolve_paths(
         recipe.data,
         corpus=find("data", "corpus", recipe.data.corpus),
         images=find("data", "images", recipe.data.images),
+        image_text=find("data", "image_text", recipe.data.image_text),
     )
     start = find("model", "start_from", recipe.model.start_from)
     if start is not None and exists(Path(start) / "model" / "config.json"):
@@ -92,9 +93,22 @@ def check_inputs(recipe: Recipe, begun: bool, needs_data: bool = True) -> None:
     check_adapter(recipe)
     model, data = recipe.model, recipe.data
     if model.preset is not None and not begun:
-        presets.preset(model.preset, PRESETS[model.family, data.images is None])
+        sizes = PRESETS[model.family, data.images is None]
+        if data.image_text is not None:
+            sizes = presets.IMAGE_TEXT_PRESETS
+        presets.preset(model.preset, sizes)
+    if data.image_text is not None:
+        check_image_text(recipe)
+    elif recipe.optimizer.part_rates:
+        raise ValueError(
+            f"optimizer.part_rates={recipe.optimizer.part_rates} is for data.image_text; "
+            "leave it out"
+        )
     if not needs_data and absent_data(recipe) is not None:
         pass
+    elif data.image_text is not None:
+        if is_mistyped(data.image_text):
+            raise DataError(f"data.image_text: {missing_message(data.image_text)}")
     elif data.images is None:
         text_splits(recipe)
     elif data.images != DIGITS and is_mistyped(data.images):
@@ -127,9 +141,35 @@ def check_adapter(recipe: Recipe) -> None:
 
 def absent_data(recipe: Recipe) -> str | None:
     """Return the name of the recipe's data if it is not a folder here. Images may be on the hub."""
-    name = recipe.data.corpus if recipe.data.images is None else recipe.data.images
+    data = recipe.data
+    name = data.image_text or data.images or data.corpus
     present = name is None or name == DIGITS or exists(expand_user(name))
     return None if present else name
+
+
+def check_image_text(recipe: Recipe) -> None:
+    """Raise for options that a recipe for images with text cannot have."""
+    data = recipe.data
+    for name in ("corpus", "images"):
+        if getattr(data, name) is not None:
+            raise ValueError(
+                f"data.image_text={data.image_text} and data.{name}={getattr(data, name)} cannot "
+                "both be trained on"
+            )
+    if recipe.model.family != "tokenformer":
+        raise ValueError(
+            f"model.family={recipe.model.family} has no vision-language model; use tokenformer"
+        )
+    if recipe.adapter.method is not None:
+        raise ValueError(
+            f"adapter.method={recipe.adapter.method} is not for data.image_text; train the new "
+            "tokens: optimizer.part_rates"
+        )
+    if recipe.stages or recipe.run.nested or recipe.run.tensor_parallel > 1:
+        raise ValueError(
+            "a vision-language model is trained without stages, run.nested and "
+            "run.tensor_parallel; leave them out"
+        )
 
 
 def check_start(name: str) -> None:

@@ -14,14 +14,18 @@ from tokenformer.data.byte_tokenizer import VOCAB_SIZE
 from tokenformer.models.accounting import (
     FLOAT_BYTES,
     count_parameters,
+    image_text_training_flops,
     image_training_flops,
     state_bytes,
     training_flops,
 )
 from tokenformer.models.block_configuration import BlockConfig
 from tokenformer.models.configuration import LanguageConfig, VisionConfig
+from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
 from tokenformer.models.loading import load_config
 from tokenformer.models.model_classes import build_on_meta
+from tokenformer.paths import exists, expand_user, is_local
+from tokenformer.train.image_text_workload import fresh_config
 from tokenformer.train.image_workload import IMAGE_FAMILIES, ImageWorkload
 from tokenformer.train.model_growth import stage_configs
 from tokenformer.train.optimizer import check_rates
@@ -41,7 +45,7 @@ class StageEstimate:
     stage: Stage
     parameters: int
     tokens: int
-    """Tokens of text, or images."""
+    """Tokens of text, images, or samples of images with text."""
     flops: int
     """Forward and backward, as in metrics.jsonl."""
     state_bytes: int
@@ -52,6 +56,8 @@ def first_config(recipe: Recipe) -> BlockConfig:
     """Return the configuration of the first stage. Images are opened only if the recipe leaves
     their size to them; else the number of classes is the preset's."""
     options, data = recipe.model, recipe.data
+    if data.image_text is not None:
+        return image_text_config(recipe)
     families = TEXT_FAMILIES if data.images is None else IMAGE_FAMILIES
     config_class = families[options.family]
     present = absent_data(recipe) is None
@@ -80,6 +86,29 @@ def first_config(recipe: Recipe) -> BlockConfig:
     return found
 
 
+def image_text_config(recipe: Recipe) -> TokenformerImageTextConfig:
+    start = recipe.model.start_from
+    if start is None and is_absent_tokenizer(recipe):  # then the preset's vocabulary
+        config = new_config(recipe.model, TokenformerImageTextConfig)
+    elif start is None:
+        config = fresh_config(recipe)
+    else:
+        config = load_config(start)
+    if not isinstance(config, TokenformerImageTextConfig):
+        raise ValueError(
+            f"model.start_from={start} is a {config.model_type} model, not a vision-language "
+            "model; make one with `tokenformer join`"
+        )
+    return config
+
+
+def is_absent_tokenizer(recipe: Recipe) -> bool:
+    """Whether both the data and the tokenizer of a recipe are not there yet."""
+    name = recipe.data.tokenizer
+    is_file = is_local(name) or name.endswith(".json")
+    return absent_data(recipe) is not None and is_file and not exists(expand_user(name))
+
+
 def estimate_stages(
     recipe: Recipe, config: BlockConfig, processes: int | None = None
 ) -> list[StageEstimate]:
@@ -103,7 +132,9 @@ def estimate_stage(
     if run.tensor_parallel > 1:
         check_tokens(model, run.tensor_parallel, ranks)
     samples = run.steps * run.batch_size
-    if isinstance(config, LanguageConfig):
+    if isinstance(config, TokenformerImageTextConfig):
+        length, flops = 1, image_text_training_flops(config, recipe.data.length)
+    elif isinstance(config, LanguageConfig):
         length = recipe.data.length
         flops = training_flops(config, length)
     else:

@@ -29,7 +29,7 @@ def run_history(run: Path) -> list[str]:
             lines += read_history(Path(start)) or [f"Started from {public_name(start)}"]
         reports = sorted(run.glob("growth*.json"), key=lambda file: (len(file.name), file.name))
         lines += [history_line(json.loads(file.read_text())) for file in reports]
-        on = public_name(data["corpus"] or data["images"])
+        on = public_name(data["corpus"] or data["images"] or data.get("image_text"))
         length = f" of length {data['length']}" if data["corpus"] else ""
         batches = f"batches of {options['batch_size']}{length}, seed {options['seed']}"
         return [*lines, f"Trained on {on}: {batches}{results(run)}"]

@@ -40,13 +40,13 @@ FREE = {
     "stages[].micro_batch_size",
 }
 """Options that can change at any time: they do not affect the result."""
-FIXED = re.compile(r"model\..*|adapter\..*|data\.(length|held_out_share)")
+FIXED = re.compile(r"model\..*|adapter\..*|data\.(length|held_out_share|tokenizer)")
 """Options that cannot change once a run has begun, even with --override."""
 LENGTH = re.compile(
     r"run\.steps|schedule\.warmup_steps|stages|stages\[\]\.(schedule\.warmup_)?steps"
 )
 """Options that only set the length of a run; `max_steps` changes them together."""
-DATA_PATHS = ("data.corpus", "data.images", "adapter.keep")
+DATA_PATHS = ("data.corpus", "data.images", "data.image_text", "adapter.keep")
 START = "model.start_from"
 ADAPTER = "adapter"
 MODEL, CHECKPOINTS, LOSS_PLOT, METRICS = "model", "checkpoints", "loss.png", "metrics.jsonl"

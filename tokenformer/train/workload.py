@@ -1,4 +1,4 @@
-"""The data and models of a run: the interface of text and image recipes."""
+"""The data and models of a run: the interface of text, image and image-text recipes."""
 
 from collections.abc import Iterator, Sized
 from pathlib import Path
@@ -7,13 +7,14 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from tokenformer.train.adapter_workload import AdapterWorkload, data_workload
+from tokenformer.train.image_text_workload import ImageTextWorkload
 from tokenformer.train.options import Recipe
 from tokenformer.train.task import Task
 
 
 class Workload(Protocol):
     unit: str
-    """tokens or images"""
+    """tokens, images or samples"""
     export_name: str
     """The folder in the run that `export` writes: model, or adapter."""
 
@@ -50,4 +51,6 @@ class Workload(Protocol):
 
 
 def make_workload(recipe: Recipe) -> Workload:
+    if recipe.data.image_text is not None:
+        return ImageTextWorkload(recipe)
     return data_workload(recipe) if recipe.adapter.method is None else AdapterWorkload(recipe)

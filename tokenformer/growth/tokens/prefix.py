@@ -17,7 +17,7 @@ from torch import nn
 from tokenformer.growth.growth_report import GrowthReport
 from tokenformer.growth.model_from_tensors import ModelT
 from tokenformer.growth.tokens.rewrite import replace_tokens
-from tokenformer.growth.tokens.token_counts import check_not_quantized, token_share
+from tokenformer.growth.tokens.token_counts import check_not_joint, check_not_quantized, token_share
 from tokenformer.growth.tokens.token_set import (
     Replacement,
     TokenSet,
@@ -30,6 +30,7 @@ from tokenformer.layers.pattention import Pattention
 def set_active_share(model: nn.Module, share: float | None) -> None:
     """Use the first ceil(share n) tokens of every Pattention layer; None uses all."""
     check_not_quantized(getattr(model, "config", None))
+    check_not_joint(getattr(model, "config", None))
     for module in model.modules():
         if isinstance(module, Pattention):
             count = None if share is None else token_share(module.num_tokens, share)

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from tokenformer.models.configuration import PROJECTIONS, TokenConfig, Tokens
+from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
 
 LayerProjection = tuple[str, int]
 """A projection (q, k, v, o or ffn) and its layer number."""
@@ -41,11 +42,22 @@ def check_dense(config: TokenConfig, verb: str) -> None:
         )
 
 
+def check_not_joint(config: Any) -> None:
+    """Refuse a vision-language model, whose layers hold the tokens of two models."""
+    if isinstance(config, TokenformerImageTextConfig):
+        raise ValueError(
+            "a vision-language model cannot be pruned, merged, cut to a prefix or grown on disk; "
+            "change its vision or language model and join them again, or add tokens in Python: "
+            "tokenformer.grow(model, new_tokens=128)"
+        )
+
+
 def target_token_counts(
     config: TokenConfig, to: str | TokenConfig | None, tokens: Mapping[str, Tokens]
 ) -> TokenCounts:
     """Return the token counts of a preset or configuration, or of the given options."""
     check_not_quantized(config)
+    check_not_joint(config)
     if config.thresholds is not None:
         raise ValueError(
             f"thresholds={config.thresholds}: tokens below a threshold are skipped, and new ones "
@@ -131,6 +143,8 @@ def config_with_tokens(
     """Return `config` with other token counts, scales, learning rate factors and ages."""
     options = config.to_dict()
     layers = range(config.num_hidden_layers)
+    if isinstance(config, TokenformerImageTextConfig):
+        return joint_config(config, sizes, rates or {}, ages or {})
     counts = {p: collapse_equal([sizes[p, layer] for layer in layers]) for p in PROJECTIONS}
     options |= {"output_tokens": counts["o"], "ffn_tokens": counts["ffn"]}
     same = counts["q"] == counts["k"] == counts["v"]
@@ -145,6 +159,29 @@ def config_with_tokens(
     options["learned_scale"] = learned_scale
     options["token_rates"] = rows_by_layer(rates or {}, len(layers), usual=1)
     options["token_ages"] = rows_by_layer(ages or {}, len(layers), usual=0)
+    return type(config).from_dict(options)
+
+
+def joint_config(
+    config: TokenformerImageTextConfig,
+    sizes: TokenCounts,
+    rates: Mapping[LayerProjection, list[float]],
+    ages: Mapping[LayerProjection, list[int]],
+) -> TokenConfig:
+    """Return `config` with other numbers of new tokens, so that the layers have `sizes`."""
+    options, layers = config.to_dict(), range(config.num_hidden_layers)
+    counts = {
+        p: [
+            sizes[p, layer] - config.tokens(p, layer) + config.parts(p, layer)[1]
+            for layer in layers
+        ]
+        for p in PROJECTIONS
+    }
+    collapsed = {p: collapse_equal(numbers) for p, numbers in counts.items()}
+    equal = {count for numbers in counts.values() for count in numbers}
+    options["new_tokens"] = equal.pop() if len(equal) == 1 else collapsed
+    options["token_rates"] = rows_by_layer(rates, len(layers), usual=1)
+    options["token_ages"] = rows_by_layer(ages, len(layers), usual=0)
     return type(config).from_dict(options)
 
 

@@ -9,6 +9,7 @@ from tokenformer.growth.parameter_mapping import NEW, ParameterMapping
 from tokenformer.growth.tokens.token_counts import (
     LayerProjection,
     check_dense,
+    check_not_joint,
     check_not_quantized,
 )
 from tokenformer.layers.pattention import Pattention
@@ -90,4 +91,5 @@ def check_tokenformer(model: nn.Module, verb: str) -> None:
     if not isinstance(config, TokenConfig):
         raise TypeError(f"only a TokenFormer's tokens {verb}, not a {type(model).__name__}'s")
     check_not_quantized(config)
+    check_not_joint(config)
     check_dense(config, verb)

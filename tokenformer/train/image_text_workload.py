@@ -1,0 +1,155 @@
+"""The data and models of a recipe for images with text."""
+
+from pathlib import Path
+from typing import Any
+
+from tokenformer.data.augmentation_options import AugmentationOptions
+from tokenformer.data.image_text_batches import ImageTextEncoder, ImageTextReader
+from tokenformer.data.image_text_sources import AnyImageText, load_image_text
+from tokenformer.data.tokenizer import load_tokenizer
+from tokenformer.errors import DataError, one_line
+from tokenformer.growth.tokens.join import set_part_rates
+from tokenformer.models.image_text import TokenformerForImageTextToText
+from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
+from tokenformer.models.image_text_processing import (
+    IMAGE_TOKEN,
+    TokenformerProcessor,
+    add_image_token,
+)
+from tokenformer.models.loading import load_for_training
+from tokenformer.models.model_classes import build_on_meta
+from tokenformer.train.export import export
+from tokenformer.train.image_text_task import ImageTextTask
+from tokenformer.train.options import Recipe
+from tokenformer.train.recipe_inputs import check_image_text, new_config
+from tokenformer.train.run_record import MODEL
+
+
+class ImageTextWorkload:
+    """Images with text, and the models and tasks that a run trains on them."""
+
+    unit = "samples"
+    export_name = MODEL
+
+    def __init__(self, recipe: Recipe) -> None:
+        data = recipe.data
+        check_image_text(recipe)
+        assert data.image_text is not None
+        if recipe.augmentation != AugmentationOptions():
+            raise ValueError("augmentation is for images with classes; leave it out")
+        self.recipe = recipe
+        splits = load_image_text(
+            data.image_text,
+            held_out_share=data.held_out_share if recipe.run.validate_every else 0,
+            on_corrupt=data.on_corrupt,
+        )
+        self.train: AnyImageText = splits.train
+        self.held_out = splits.held_out if recipe.run.validate_every else None
+        self.processor: TokenformerProcessor | None = None
+
+    def first_model(self) -> TokenformerForImageTextToText:
+        """Return the initial model: on the meta device, or loaded from `start_from`."""
+        options = self.recipe.model
+        if options.start_from is not None:
+            model: TokenformerForImageTextToText = load_for_training(
+                TokenformerForImageTextToText, options.start_from
+            )
+            return model
+        built = build_on_meta(fresh_config(self.recipe))
+        assert isinstance(built, TokenformerForImageTextToText)
+        return built
+
+    def saved_model(self, state: dict[str, Any]) -> TokenformerForImageTextToText:
+        """Return the model of a checkpoint, on the meta device."""
+        model = build_on_meta(state["config"])
+        assert isinstance(model, TokenformerForImageTextToText)
+        return model
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def notes(self, model: TokenformerForImageTextToText) -> list[str]:
+        return []
+
+    def export(self, model: TokenformerForImageTextToText, folder: Path) -> None:
+        export(model, self.preprocessor(model), folder)
+
+    def token_batches(self) -> None:
+        """A vision-language model does not grow."""
+
+    def preprocessor(self, model: TokenformerForImageTextToText) -> TokenformerProcessor:
+        """Return the processor to export with the model: that of the model the run started from, or
+        a new one."""
+        if self.processor is None:
+            start = self.recipe.model.start_from
+            self.processor = (
+                TokenformerProcessor.for_model(
+                    model.config, new_tokenizer(self.recipe.data.tokenizer)
+                )
+                if start is None
+                else load_processor(start)
+            )
+        return self.processor
+
+    def task(self, model: TokenformerForImageTextToText) -> ImageTextTask:
+        set_part_rates(model.config, **self.recipe.optimizer.part_rates)
+        encoder = ImageTextEncoder(self.preprocessor(model), self.recipe.data.length)
+        positions = len(encoder.image_run) + self.recipe.data.length
+        if positions > model.config.max_position_embeddings:
+            raise DataError(
+                f"an image and data.length={self.recipe.data.length} tokens of text take "
+                f"{positions} positions, more than the {model.config.max_position_embeddings} of "
+                "the model; lower data.length"
+            )
+        workers = self.recipe.data.workers
+        return ImageTextTask(
+            model,
+            ImageTextReader(self.train, encoder, workers),
+            None if self.held_out is None else ImageTextReader(self.held_out, encoder, workers),
+            length=self.recipe.data.length,
+            seed=self.recipe.run.seed,
+        )
+
+
+def fresh_config(recipe: Recipe) -> TokenformerImageTextConfig:
+    """Return the configuration of a model with fresh weights, with the tokenizer of the recipe."""
+    tokenizer = new_tokenizer(recipe.data.tokenizer)
+    marker = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+    config: TokenformerImageTextConfig = new_config(
+        recipe.model,
+        TokenformerImageTextConfig,
+        # `<image>` needs no embedding if it is the last token.
+        vocab_size=len(tokenizer) - int(marker == len(tokenizer) - 1),
+        image_token_id=marker,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return config
+
+
+def new_tokenizer(name: str) -> Any:
+    """Return the tokenizer of a fresh model, with `<image>`; see `data.tokenizer`."""
+    from transformers import PreTrainedTokenizerFast
+
+    found = load_tokenizer(name, None)
+    tokenizer = found.pretrained or PreTrainedTokenizerFast(
+        tokenizer_object=found.backend,
+        bos_token=found.end_of_text,
+        eos_token=found.end_of_text,
+        pad_token=found.end_of_text,
+        clean_up_tokenization_spaces=False,
+    )
+    add_image_token(tokenizer)
+    return tokenizer
+
+
+def load_processor(folder: str) -> TokenformerProcessor:
+    """Load the processor in a model folder or of a hub name."""
+    try:
+        found: TokenformerProcessor = TokenformerProcessor.from_pretrained(
+            str(Path(folder)) if Path(folder).is_dir() else folder, trust_remote_code=False
+        )
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{folder} has no processor: {one_line(error)}") from None
+    return found
