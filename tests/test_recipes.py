@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from tokenformer import TokenformerImageTextConfig
 from tokenformer.cli import COMMANDS, load
 from tokenformer.cli.parser import parse
 from tokenformer.models.model_classes import build_on_meta
 from tokenformer.train.image_workload import IMAGE_FAMILIES
-from tokenformer.train.options import ModelOptions
+from tokenformer.train.options import DataOptions, ModelOptions
 from tokenformer.train.text_workload import TEXT_FAMILIES
 
 ROOT = Path(__file__).parent.parent
@@ -29,13 +30,20 @@ def test_recipe(path: Path) -> None:
     assert options.schedule.warmup_steps < options.run.steps
 
     model: ModelOptions = options.model
-    is_text = options.data.images is None
-    config_class = (TEXT_FAMILIES if is_text else IMAGE_FAMILIES)[model.family]
-    given = {**({"vocab_size": 257} if is_text else {}), **model.options}
-    if not is_text and model.preset is None:  # a run reads these from the images
-        given |= {"image_size": 28, "num_channels": 1}
+    # What a run reads from its data; a preset has the size of its images.
+    given = {"vocab_size": 257}
+    if options.data.images is not None:
+        given = {} if model.preset else {"image_size": 28, "num_channels": 1}
+    given |= model.options
+    config_class = config_class_of(options.data, model.family)
     config = config_class.from_preset(model.preset, **given) if model.preset else None
     assert build_on_meta(config or config_class(**given)).num_parameters() > 90_000
+
+
+def config_class_of(data: DataOptions, family: str) -> type:
+    if data.image_text is not None:
+        return TokenformerImageTextConfig
+    return (TEXT_FAMILIES if data.images is None else IMAGE_FAMILIES)[family]
 
 
 def test_there_are_recipes():

@@ -311,7 +311,7 @@ def show(report: dict[str, Any], families: list[str]) -> None:
 def parameter_table(models: list[dict[str, Any]], families: list[str]) -> "Table":
     table = new_table(["", *families])
     add_parts(table, [model["parameters"] for model in models], "{:,}".format)
-    active = [model["active_parameters"]["total"] for model in models]
+    active = [model.get("active_parameters", model["parameters"])["total"] for model in models]
     if active != [model["parameters"]["total"] for model in models]:
         table.add_row("active per token", *map("{:,}".format, active))
     return table

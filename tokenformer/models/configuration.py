@@ -153,15 +153,12 @@ class TokenConfig(BlockConfig):
     @property
     def is_routed(self) -> bool:
         """Whether any projection is routed."""
-        return any(self.active(*place) is not None for place in self._places())
+        return has_entries(self.active_groups)
 
     @property
     def is_sparse(self) -> bool:
         """Whether any projection is routed or has a threshold."""
-        return self.is_routed or any(self.threshold(*place) is not None for place in self._places())
-
-    def _places(self) -> list[tuple[str, int]]:
-        return [(name, layer) for name in PROJECTIONS for layer in range(self.num_hidden_layers)]
+        return self.is_routed or has_entries(self.thresholds)
 
     def _token_option(self, projection: str) -> Tokens:
         if projection in ("o", "ffn"):
@@ -199,12 +196,13 @@ class TokenConfig(BlockConfig):
         self._check_rows("token_ages", "growths")
         self._check_groups()
         self._check_numbers("thresholds", positive=False)
-        for place in self._places():
-            if self.active(*place) is not None and self.threshold(*place) is not None:
-                raise ValueError(
-                    f"{place[0]} of layer {place[1]} is in active_groups and in thresholds; "
-                    "it must be in one of them"
-                )
+        for name in (self.active_groups or {}).keys() & (self.thresholds or {}).keys():
+            for layer in range(self.num_hidden_layers):
+                if self.active(name, layer) is not None and self.threshold(name, layer) is not None:
+                    raise ValueError(
+                        f"{name} of layer {layer} is in active_groups and in thresholds; "
+                        "it must be in one of them"
+                    )
 
     def _check_numbers(self, option: str, *, positive: bool) -> None:
         """Check an option with a number or null per layer, by projection."""
@@ -238,7 +236,10 @@ class TokenConfig(BlockConfig):
             if isinstance(counts, list | tuple):
                 self._check_length(name, counts)
                 self.active_groups = {**(self.active_groups or {}), projection: list(counts)}
-            for layer in range(self.num_hidden_layers):
+            differ = isinstance(counts, list | tuple) or isinstance(
+                self._token_option(projection), list
+            )
+            for layer in range(self.num_hidden_layers if differ else 1):
                 if (count := self.active(projection, layer)) is None:
                     continue
                 check_count(name, count)
@@ -275,6 +276,17 @@ class TokenConfig(BlockConfig):
             raise ValueError(
                 f"{name}={values} must have one entry per layer, {self.num_hidden_layers} in all"
             )
+
+
+def has_entries(option: dict[str, Any] | None) -> bool:
+    """Whether an option by projection names any layer. Does not go through the layers, whose number
+    a damaged configuration may state as billions."""
+    values = (option or {}).values()
+    return any(
+        entry is not None
+        for value in values
+        for entry in (value if isinstance(value, list | tuple) else [value])
+    )
 
 
 def check_quantization(config: Any) -> None:
