@@ -49,8 +49,11 @@ class TokenformerProcessor(ProcessorMixin):
     """An image processor and a tokenizer that has the token `<image>`.
 
     Args:
-        image_processor, tokenizer: the parts.
-        patch_size, class_tokens: of the model, which give the number of positions of an image.
+        image_processor: makes pixels of images.
+        tokenizer: makes ids of text; it must have the token `<image>`.
+        patch_size: that of the model, for the number of positions of an image.
+        class_tokens: those of the model.
+        chat_template: a Jinja template of conversations with images.
     """
 
     def __init__(

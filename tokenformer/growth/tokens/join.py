@@ -98,8 +98,8 @@ def join_modalities(
         mode: `routed`, `shared` or `projector`.
         image_token_id: the id of `<image>`; by default the first id after the vocabulary.
         projector_size: hidden units of the projector, by default the language model's hidden size.
-        vision_rate, language_rate: factors on the learning rate of the tokens of each half; 0
-            freezes them.
+        vision_rate: factor on the learning rate of the vision tokens; 0 freezes them.
+        language_rate: the same for the language tokens.
         seed: seed of the values of new tokens, and of the projector.
     """
     check_parts(vision, language, mode)
