@@ -164,3 +164,10 @@ def test_adapters_refuse_it(make_model: Make) -> None:
         peft.get_peft_model(model, tokenformer.TokenAdapterConfig(target_modules=["ffn"]))
     adapted = peft.get_peft_model(model, tokenformer.TokenAdapterConfig(target_modules=["q"]))
     assert adapted(torch.arange(20)[None]).logits.isfinite().all()
+
+
+def test_interpretability_refuses_it(make_model: Make) -> None:
+    with pytest.raises(ValueError, match="only the tokens of a dense model can be interpreted"):
+        tokenformer.interpret.index_tokens(
+            make_model("tokenformer", **ROUTED), [torch.arange(20)[None]]
+        )
