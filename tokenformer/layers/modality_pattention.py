@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tokenformer.layers.pattention import DENSE_LAYERS, Pattention
-from tokenformer.ops.pattention import check_scale, pattention
+from tokenformer.ops.pattention import check_scale
 
 
 class ModalityRows(NamedTuple):
@@ -120,18 +120,6 @@ class ModalityPattention(Pattention):
         text = self.attend(flat.index_select(0, rows.text), *self.token_set())
         joined = torch.cat((image, text)).index_select(0, rows.order)  # [R, d_out]
         return joined.view(*x.shape[:-1], -1)
-
-    def attend(self, x: Tensor, keys: Tensor, values: Tensor, scale: float | Tensor) -> Tensor:
-        return pattention(
-            x,
-            keys,
-            values,
-            scale_tokens=scale,
-            theta=self.theta,
-            approximate=self.approximate,
-            eps=self.eps,
-            backend=self.backend,
-        )
 
     def extra_repr(self) -> str:
         return (

@@ -124,7 +124,10 @@ class Pattention(nn.Module):
         nn.init.normal_(self.value_tokens, std=max(1, self.tokens_per_row) ** -0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        keys, values, scale = self.token_set()
+        return self.attend(x, *self.token_set())
+
+    def attend(self, x: Tensor, keys: Tensor, values: Tensor, scale: float | Tensor) -> Tensor:
+        """Attend to tokens with the options of this layer."""
         return pattention(
             x,
             keys,
