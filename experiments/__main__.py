@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> None:
     runnable = {name: e for name, e in exhibits.items() if has_data(name, e, scale, results)}
 
     def plan(results: Results) -> list[Job]:
-        return [job for e in runnable.values() for job in e.plan(scale, results)]
+        return [job for e in runnable.values() for job in e.jobs(scale, results)]
 
     if options.dry_run:
         for job in with_needs(plan(results)):
@@ -105,7 +105,7 @@ def has_data(name: str, exhibit: Exhibit, scale: Scale, results: Results) -> boo
     """Whether this machine has the data of an exhibit; says why not."""
     if scale.name == "smoke":
         return True
-    names = {name for job in with_needs(exhibit.plan(scale, results)) for name in job.data}
+    names = {name for job in with_needs(exhibit.jobs(scale, results)) for name in job.data}
     reasons = missing_data(names)
     for reason in reasons:
         print(f"skipping {name}: {reason}")
@@ -143,7 +143,7 @@ def list_exhibits(scale: Scale) -> None:
     print(f"{'name':<24}{'published':>12}{'cost':>16}  exhibit")
     for name in NAMES:
         exhibit = load_exhibit(name)
-        jobs = with_needs(exhibit.plan(scale, results))
+        jobs = with_needs(exhibit.jobs(scale, results))
         done = sum(job in results for job in jobs)
         minutes = compute_of(jobs) / FLOPS_PER_SECOND / 60
         state = "complete" if done == len(jobs) else f"{done} of {len(jobs)}"

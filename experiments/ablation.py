@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments.exhibit import Scale, Table
+from experiments.exhibit import Arms, Scale, Table
 from experiments.job import Job, Results, Summary
 from experiments.language import LanguageRun, Model
 from experiments.plots import label, new_figure, put_dots, save
@@ -83,6 +83,14 @@ class Ablation:
                 override = (f"model.options.{self.option}", value)
                 jobs.append(RecipeRun(PAPER_RECIPE, (override,), value))
         return jobs
+
+    def costs(self, scale: Scale, results: Results) -> Arms:
+        arms = self.arms(scale, results)
+        return {
+            f"{SETTINGS[setting].title}: {self.values[value]}": arms[setting, value].runs[:1]
+            for setting in SETTINGS
+            for value in self.values
+        }
 
     def found(self, scale: Scale, results: Results) -> "AblationResults":
         return AblationResults(self, self.arms(scale, results), results)

@@ -19,7 +19,14 @@ PAPER = (
 """Folders with a table or figure of the paper."""
 BEYOND = ("tokens_or_width", "nanogpt", "pattention_mlp")
 """Folders with questions that users ask and the paper does not answer."""
-STUDIES = ("growth", "vision_growth", "conversion", "adapters")
+STUDIES = (
+    "growth",
+    "vision_growth",
+    "conversion",
+    "adapters",
+    "interpretability",
+    "sparse_tokens",
+)
 """Folders with studies of results pages of their own; `make reproduce` leaves them out."""
 NAMES = (*PAPER, *BEYOND, *STUDIES)
 

@@ -4,7 +4,7 @@ An exhibit is a module-level `EXHIBIT` in a folder of `experiments`. Everything 
 computed from recorded results.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -73,6 +73,10 @@ class Findings:
     """The figure for the list of all exhibits: ours and the paper's."""
 
 
+Arms = Mapping[str, Sequence[Any]]
+"""By title, the runs that lead to the model of an arm: those that it starts from, then itself."""
+
+
 @dataclass(frozen=True)
 class Exhibit:
     title: str
@@ -85,12 +89,25 @@ class Exhibit:
     """The jobs to compute, given the results so far; called again after every job."""
     report: Callable[[Scale, Results], Findings]
     """The findings; called when all jobs of the plan are finished."""
+    page: str = ""
+    """Of a study: the file in docs/results that is written from its findings, if any is."""
+    arms: Callable[[Scale, Results], Arms] | None = None
+    """The arms whose cost is reported in FLOPs and seconds; called when the plan is finished."""
+
+    def jobs(self, scale: Scale, results: Results) -> list[Job]:
+        """Return the plan and, when it is finished, the job that times a step of every arm."""
+        jobs = list(self.plan(scale, results))
+        if self.arms is not None and scale.name != "paper" and results.has_all(jobs):
+            from experiments.step_times import step_times
+
+            jobs.append(step_times(self.arms(scale, results), scale))
+        return jobs
 
 
 def complete(exhibit: Exhibit, scale: Scale, results: Results) -> bool:
     """Whether all jobs are finished. A plan that grows with the results names only finished jobs
     when it is complete."""
-    return results.has_all(exhibit.plan(scale, results))
+    return results.has_all(exhibit.jobs(scale, results))
 
 
 def compute_of(jobs: Iterable[Job]) -> float:

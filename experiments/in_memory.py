@@ -48,6 +48,10 @@ class InMemoryRun(Job):
     def with_seed(self, seed: int) -> "Self":
         return replace(self, base=self.base.with_seed(seed))
 
+    def stages(self) -> "list[tuple[int, Self]]":
+        """Return the steps, with a run whose steps take as long."""
+        return [(count, replace(self, base=base)) for count, base in self.base.stages()]
+
 
 def train_in_memory(loop: "Loop", on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
     """Train to the last step; return the rows of all steps, after one of the initial weights. Steps

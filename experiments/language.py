@@ -14,13 +14,19 @@ import shutil
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from statistics import mean
+from typing import TYPE_CHECKING, Any
 
 from experiments.job import Job, Result
 from experiments.workspace import Workspace
 
+if TYPE_CHECKING:
+    from tokenformer.train.loop import Loop
+
 VOCABULARY = 257
 """Bytes and the end of a text."""
+TIMED_STEPS = 1000
+"""Of a run whose steps are timed; more than will be."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,15 @@ class Model:
     heads: int = 4
     theta: str = "l2_gelu"
     norm_parameters: str = "none"
+    ffn_tokens: int | None = None
+    """Tokens of each feed-forward layer, if not four times `tokens`."""
+    active_groups: int | None = None
+    """Groups of feed-forward tokens that a row visits; None for a dense layer."""
+    group_size: int = 32
+    router: str = "gated"
+    theta_norm: str = "all"
+    """Of routed layers: the scores in the norm of theta."""
+    balance_rate: float = 0.01
 
     def config(self) -> Any:
         from tokenformer.models.accounting import matching_transformer
@@ -52,7 +67,15 @@ class Model:
         }
         if self.tokens is None:
             return TransformerConfig(**shared, intermediate_size=4 * self.width)
-        config = TokenformerConfig(**shared, theta=self.theta, **token_sizes(self.tokens))
+        if self.active_groups is not None:
+            shared |= {
+                "active_groups": {"ffn": self.active_groups},
+                "group_size": self.group_size,
+                "router": self.router,
+                "theta_norm": self.theta_norm,
+                "balance_rate": self.balance_rate,
+            }
+        config = TokenformerConfig(**shared, theta=self.theta, **self.token_sizes())
         if self.family == "tokenformer":
             return config
         return matching_transformer(config, match_ffn=True)
@@ -73,11 +96,15 @@ class Model:
     def growth_sizes(self) -> dict[str, int]:
         """Return the sizes to give to `grow` when another model grows to this one."""
         if self.family == "tokenformer":
-            assert self.tokens is not None
-            return token_sizes(self.tokens)
+            return self.token_sizes()
         config = self.config()
         names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
         return {name: getattr(config, name) for name in names}
+
+    def token_sizes(self) -> dict[str, int]:
+        assert self.tokens is not None
+        own = {} if self.ffn_tokens is None else {"ffn_tokens": self.ffn_tokens}
+        return token_sizes(self.tokens) | own
 
 
 @cache  # a plan asks for the cost of hundreds of runs after every job
@@ -104,7 +131,8 @@ class Growth:
     init: str = "zero"
     scale: str | None = None
     method: str | None = None
-    """For a Transformer: net2net, hypercloning, ..."""
+    """For a Transformer: net2net, hypercloning, ...; for a TokenFormer at the start of a run
+    `upcycle`: copies of its feed-forward tokens, routed."""
     optimizer_state: str = "keep"
     old_rate: float | None = None
     """Factor on the learning rate of the old tokens."""
@@ -149,6 +177,10 @@ class LanguageRun(Job):
     embedding_rate: float = 4.0
     """Factor on the learning rate of the embedding, which is also the output head."""
     rate_law: str = "tokens"
+    router_rate: float = 1.0
+    """Factor on the learning rate of routers."""
+    ffn_rate: float = 1.0
+    """Factor on the learning rate of feed-forward tokens."""
     schedule: str = "wsd"
     """Schedule of the last stage."""
     every_stage: bool = False
@@ -184,6 +216,13 @@ class LanguageRun(Job):
         missing = len(self.steps) - len(grown)
         return [*[self.start.models[-1]] * missing, *grown]
 
+    def stages(self) -> "list[tuple[int, LanguageRun]]":
+        """Return the steps of every stage, with a run from scratch whose steps take as long."""
+        return [
+            (count, LanguageRun(model, (TIMED_STEPS,), length=self.length, batch=self.batch))
+            for count, model in zip(self.steps, self.models, strict=True)
+        ]
+
     @property
     def start_growth(self) -> Growth | None:
         """How the model of `start` grows before the first step."""
@@ -217,6 +256,10 @@ class LanguageRun(Job):
         from tokenformer.train.options import OptimizerOptions, Recipe, StageOptions
 
         rates = {"*.embed_tokens.*": self.embedding_rate}
+        if self.router_rate != 1:
+            rates["*.router.weight"] = self.router_rate
+        if self.ffn_rate != 1:
+            rates["*.ffn.*_tokens"] = self.ffn_rate
         recipe = Recipe(optimizer=OptimizerOptions(self.rate, rates=rates, rate_law=self.rate_law))
         first, last = self.models[0], len(self.steps) - 1
         recipe.model.family = first.family
@@ -276,6 +319,7 @@ class LanguageRun(Job):
             "seconds": round(rows[-1]["seconds"], 1),
             "skipped": sum("problem" in row for row in rows),
             "curve": curve,
+            **router_load(rows),
         }
         if self.remember is not None:
             after = held_out_loss(self, recipe, workspace, str(trained / "model"), self.remember)
@@ -283,6 +327,10 @@ class LanguageRun(Job):
         keep_model(trained / "model", workspace.model(self))
         shutil.rmtree(folder)
         return result
+
+    def loop(self, workspace: Workspace) -> "Loop":
+        """Return the training loop of the first stage, for a run from scratch."""
+        return first_loop(self.recipe(workspace))
 
     def start_folder(self, workspace: Workspace, folder: Path) -> str | None:
         """Return the model to start from, grown if it grows at the start."""
@@ -298,11 +346,32 @@ class LanguageRun(Job):
         if not grown.exists():
             shutil.rmtree(partial, ignore_errors=True)
             folder.mkdir(parents=True, exist_ok=True)
-            workload = TextWorkload(self.recipe(workspace, str(source)))
-            options = self.start_growth.options(self.seed)
-            grow_model_folder(source, partial, options, workload.token_batches())
+            if self.start_growth.method == "upcycle":
+                upcycle_folder(source, partial, self.start_growth.to, self.seed)
+            else:
+                workload = TextWorkload(self.recipe(workspace, str(source)))
+                options = self.start_growth.options(self.seed)
+                grow_model_folder(source, partial, options, workload.token_batches())
             partial.rename(grown)  # a kill leaves no half of a model there
         return str(grown)
+
+
+def upcycle_folder(source: Path, out: Path, to: Model, seed: int) -> None:
+    """Write the model in folder `source`, upcycled to the routed model `to`."""
+    from tokenformer.growth.model_folder import save_model_folder
+    from tokenformer.growth.tokens.upcycle import upcycle
+    from tokenformer.models.loading import load_tokenformer
+
+    model = load_tokenformer(source)
+    larger, report = upcycle(
+        model,
+        to.config().tokens("ffn", 0) // model.config.tokens("ffn", 0),
+        to.group_size,
+        theta_norm=to.theta_norm,
+        balance_rate=to.balance_rate,
+        seed=seed,
+    )
+    save_model_folder(larger, report, source, out)
 
 
 def model_options(config: Any) -> dict[str, Any]:
@@ -334,15 +403,32 @@ def held_out_loss(
     job: LanguageRun, recipe: Any, workspace: Workspace, model: str | None, corpus: str
 ) -> float:
     """Return the bits per byte of a model, or of fresh weights, on held-out text of a corpus."""
+    data = replace(recipe.data, corpus=str(workspace.corpus(corpus)))
+    loop = first_loop(replace(recipe, data=data, model=replace(recipe.model, start_from=model)))
+    return loop.task.describe(loop.validate())["val_bpb"]
+
+
+def first_loop(recipe: Any) -> "Loop":
+    """Return the loop of the first stage of a recipe, at its first step."""
     from tokenformer.train.loop import Loop
     from tokenformer.train.stages import plan
     from tokenformer.train.workload import make_workload
 
-    data = replace(recipe.data, corpus=str(workspace.corpus(corpus)))
-    other = replace(recipe, data=data, model=replace(recipe.model, start_from=model))
-    workload = make_workload(other)
-    loop = Loop.from_stage(workload.task(workload.first_model()), plan(other)[0])
-    return loop.task.describe(loop.validate())["val_bpb"]
+    workload = make_workload(recipe)
+    return Loop.from_stage(workload.task(workload.first_model()), plan(recipe)[0])
+
+
+LOAD_STEPS = 100
+
+
+def router_load(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the load of the routers, mean over the last steps; nothing for a dense model."""
+    last = [row for row in rows if "peak_load" in row][-LOAD_STEPS:]
+    if not last:
+        return {}
+    return {
+        name: round(mean(row[name] for row in last), 3) for name in ("dead_groups", "peak_load")
+    }
 
 
 def keep_model(trained: Path, kept: Path) -> None:

@@ -12,13 +12,16 @@ import json
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from experiments.exhibit import Scale
 from experiments.job import Job, Result, Results, Summary
-from experiments.language import keep_model, token_sizes
+from experiments.language import TIMED_STEPS, first_loop, keep_model, token_sizes
 from experiments.sweep import Arm, tune
 from experiments.workspace import Workspace
+
+if TYPE_CHECKING:
+    from tokenformer.train.loop import Loop
 
 
 class Images(NamedTuple):
@@ -128,6 +131,17 @@ class ImageRun(Job):
     def flops(self) -> float:
         costs = [model.training_flops(self.images) for model in self.models]
         return sum(n * self.batch * cost for n, cost in zip(self.steps, costs, strict=True))
+
+    def stages(self) -> "list[tuple[int, ImageRun]]":
+        """Return the steps of every stage, with a run from scratch whose steps take as long."""
+        return [
+            (count, ImageRun(model, (TIMED_STEPS,), images=self.images, batch=self.batch))
+            for count, model in zip(self.steps, self.models, strict=True)
+        ]
+
+    def loop(self, workspace: Workspace) -> "Loop":
+        """Return the training loop of the first stage."""
+        return first_loop(self.recipe(workspace))
 
     def reduced(self) -> "ImageRun":
         return replace(

@@ -315,4 +315,5 @@ EXHIBIT = Exhibit(
     "Fashion-MNIST with a new classifier; what is kept is measured with the old one.",
     plan=plan,
     report=report,
+    page="token-adapters.md",
 )

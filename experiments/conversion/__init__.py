@@ -215,4 +215,5 @@ EXHIBIT = Exhibit(
     "1,024 bytes.",
     plan=plan,
     report=report,
+    page="conversion.md",
 )

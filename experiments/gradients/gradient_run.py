@@ -44,13 +44,8 @@ class GradientRun(Job):
 
     def run(self, workspace: Workspace) -> Result:
         from experiments.in_memory import summarize_rows, train_in_memory
-        from tokenformer.train.loop import Loop
-        from tokenformer.train.stages import plan
-        from tokenformer.train.workload import make_workload
 
-        recipe = self.training.recipe(workspace)
-        workload = make_workload(recipe)
-        loop = Loop.from_stage(workload.task(workload.first_model()), plan(recipe)[0])
+        loop = self.training.loop(workspace)
         recorded: dict[int, list[Result]] = {}
 
         def on_row(row: dict[str, Any]) -> None:

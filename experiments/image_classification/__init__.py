@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from experiments.exhibit import Exhibit, Findings, Plot, Scale, Table, Verdict
+from experiments.exhibit import Arms, Exhibit, Findings, Plot, Scale, Table, Verdict
 from experiments.job import Job, Results, Summary
 from experiments.plots import label, new_figure, put_dots, save
 from experiments.sweep import Arm
@@ -53,6 +53,11 @@ def plan(scale: Scale, results: Results) -> list[Job]:
     return [job for arm in arms(scale, results).values() for job in arm.jobs]
 
 
+def costs(scale: Scale, results: Results) -> Arms:
+    found = arms(scale, results)
+    return {f"{TITLES[images]}: {model}": arm.runs[:1] for (images, model), arm in found.items()}
+
+
 Scores = dict[tuple[str, str], Summary]
 """Top-1 in percent by images and model."""
 
@@ -70,7 +75,7 @@ def standard_error(percent: float, count: int) -> float:
 
 
 def result_table(found: dict[tuple[str, str], Arm], results: Results) -> Table:
-    header = ["images", "model", "parameters", "training FLOPs", "learning rate"]
+    header = ["images", "model", "parameters", "learning rate"]
     rows = []
     for (images, model), arm in found.items():
         run = arm.runs[0]
@@ -79,7 +84,6 @@ def result_table(found: dict[tuple[str, str], Arm], results: Results) -> Table:
                 TITLES[images],
                 model,
                 f"{results[run]['parameters']:,}",
-                f"{run.flops:.2e}",
                 f"{run.rate:g}",
                 percentages(arm, results).format(2),
                 percentages(arm, results, "top_5").format(2),
@@ -165,4 +169,5 @@ EXHIBIT = Exhibit(
     "images, and the test images are classified once, after the last step.",
     plan=plan,
     report=report,
+    arms=costs,
 )

@@ -13,8 +13,9 @@ from pathlib import Path
 from experiments.exhibit import Exhibit, Findings, Plot, Scale, Table
 from experiments.job import Job, Results, summarize
 from experiments.language import LanguageRun, Model
-from experiments.nanogpt.loop_run import LoopRun, StepTimes
+from experiments.nanogpt.loop_run import LoopRun
 from experiments.plots import BASELINE, GREEN, ORANGE, OURS, label, mean_curve, new_figure, save
+from experiments.step_times import StepTimes
 from experiments.sweep import Arm, tune
 
 ITERATIONS, SWEEP_ITERATIONS = 2000, 500

@@ -1,20 +1,18 @@
-"""The jobs of the comparison: a model trained with nanoGPT's options, and the time of a step.
+"""The job of the comparison: a model trained with nanoGPT's options.
 
     LoopRun(LanguageRun(...), nanogpt=True)     # nanoGPT's model instead of the run's own
-    StepTimes((run, other))                     # their steps in turns
 
 All models train in one loop, on the batches of the language run.
 """
 
-import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from experiments.in_memory import InMemoryRun, summarize_rows, train_in_memory
-from experiments.job import Job, Result
+from experiments.job import Result
 from experiments.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -82,37 +80,3 @@ class LoopRun(InMemoryRun):
             task.module = SummedLoss(task.model)
             recipe.optimizer.rates = {}  # one learning rate for all
         return Loop.from_stage(task, plan(recipe)[0])
-
-
-@dataclass(frozen=True)
-class StepTimes(Job):
-    """Seconds of a training step of several runs, measured in turns: the load of a shared machine
-    changes over time, but hardly within a round."""
-
-    runs: tuple[LoopRun, ...]
-    rounds: int = 40
-
-    @property
-    def data(self) -> tuple[str, ...]:
-        return self.runs[0].data
-
-    @property
-    def flops(self) -> float:
-        return sum((self.rounds + 1) * run.flops / sum(run.base.steps) for run in self.runs)
-
-    def reduced(self) -> "StepTimes":
-        return replace(self, runs=tuple(run.reduced() for run in self.runs), rounds=2)
-
-    def run(self, workspace: Workspace) -> Result:
-        from benchmarks.harness import ratio, time_interleaved
-
-        loops = [run.loop(workspace) for run in self.runs]
-        for loop in loops:
-            loop.run.validate_every = 0
-        times = time_interleaved({str(n): loop.step for n, loop in enumerate(loops)}, self.rounds)
-        first, *_ = times.values()
-        return {
-            "seconds": round(sum(sum(values) for values in times.values()), 1),
-            "step_seconds": [round(statistics.median(values), 5) for values in times.values()],
-            "times_first": [[round(x, 3) for x in ratio(v, first)] for v in times.values()],
-        }

@@ -73,4 +73,5 @@ EXHIBIT = Exhibit(
     setting=SETTING,
     plan=ABLATION.plan,
     report=report,
+    arms=ABLATION.costs,
 )

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from experiments.exhibit import Exhibit, Findings, Plot, Scale, Table
+from experiments.exhibit import Arms, Exhibit, Findings, Plot, Scale, Table
 from experiments.job import Job, Results
 from experiments.language import LanguageRun, Model
 from experiments.pattention_mlp.feed_forward import FeedForwardRun
@@ -95,15 +95,19 @@ def plan(scale: Scale, results: Results) -> list[Job]:
     return [*jobs, UntrainedKeys()]
 
 
+def costs(scale: Scale, results: Results) -> Arms:
+    return {name: arm.runs[:1] for name, arm in arms(scale, results).items()}
+
+
 def table(found: dict[str, Arm], results: Results) -> Table:
     header = ["feed-forward layer", "learning rate", "held-out bits per byte", "parameters"]
-    header += ["training FLOPs", "share of the output that depends on the input"]
+    header += ["share of the output that depends on the input"]
     rows = []
     for name, arm in found.items():
         run, result = arm.runs[0], results[arm.runs[0]]
         depends = "" if name in (WHOLE, NO_LAYER) else f"{result['ffn_variation']:.1%}"
         cells = [name, f"{run.rate:g}", arm.summary(results).format()]
-        rows.append([*cells, f"{result['parameters']:,}", f"{run.flops:.2e}", depends])
+        rows.append([*cells, f"{result['parameters']:,}", depends])
     return Table([header, *rows])
 
 
@@ -201,4 +205,5 @@ EXHIBIT = Exhibit(
     "arms see the same batches.",
     plan=plan,
     report=report,
+    arms=costs,
 )

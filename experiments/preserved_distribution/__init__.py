@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from experiments.exhibit import Exhibit, Findings, Plot, Scale, Table, Verdict
+from experiments.exhibit import Arms, Exhibit, Findings, Plot, Scale, Table, Verdict
 from experiments.job import Job, Results, Summary, summarize
 from experiments.language import Growth, LanguageRun, Model, reached
 from experiments.plots import (
@@ -150,6 +150,11 @@ def paper_plan() -> list[Job]:
         overrides = (("model.family", family),)
         jobs.append(RecipeRun("openwebtext/enwik8-757m", overrides, growth[1], grown))
     return jobs
+
+
+def costs(scale: Scale, results: Results) -> Arms:
+    _, tuned = tuned_runs(scale, results)
+    return {name: [arm.runs[0].start, arm.runs[0]] for name, arm in tuned.items()}
 
 
 class Found:
@@ -337,4 +342,5 @@ EXHIBIT = Exhibit(
     "from the start take those of the small.",
     plan=plan,
     report=report,
+    arms=costs,
 )

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from experiments.exhibit import Exhibit, Findings, Plot, Scale, Table, Verdict
+from experiments.exhibit import Arms, Exhibit, Findings, Plot, Scale, Table, Verdict
 from experiments.job import Job, Results, Summary, summarize
 from experiments.language import Growth, LanguageRun, Model
 from experiments.plots import BASELINE, GREEN, LIGHT, ORANGE, OURS, label, new_figure, save
@@ -161,6 +161,18 @@ def plan(scale: Scale, results: Results) -> list[Job]:
         budgets = stage_runs(way, tuned["grown", way].runs[0].rate, scale)
         jobs += [run for runs in budgets.values() for run in runs]
     return jobs
+
+
+def costs(scale: Scale, results: Results) -> Arms:
+    """The arms that end at the largest size."""
+    found, last = Found(scale, results), str(len(TOKENS) - 1)
+    arms = {
+        "Transformer from scratch, full budget": ("Transformer", "full", last),
+        "Transformer from scratch, a tenth": ("Transformer", "tenth", last),
+        "TokenFormer from scratch, a tenth": ("TokenFormer", "tenth", last),
+        **{title: ("grown", way) for way, title in WAYS.items()},
+    }
+    return {title: found.runs[key][:1] for title, key in arms.items()}
 
 
 class Found:
@@ -390,4 +402,5 @@ EXHIBIT = Exhibit(
     "stages of a chain; chains with other budgets per stage have that of a tenth.",
     plan=plan,
     report=report,
+    arms=costs,
 )

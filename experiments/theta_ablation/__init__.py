@@ -89,4 +89,5 @@ EXHIBIT = Exhibit(
     setting=SETTING,
     plan=ABLATION.plan,
     report=report,
+    arms=ABLATION.costs,
 )

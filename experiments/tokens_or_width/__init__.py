@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.exhibit import Exhibit, Findings, Plot, Scale, Table
+from experiments.exhibit import Arms, Exhibit, Findings, Plot, Scale, Table
 from experiments.job import Job, Results
 from experiments.language import LanguageRun, Model
 from experiments.plots import BASELINE, COLOURS, OURS, label, new_figure, save
@@ -54,6 +54,10 @@ def plan(scale: Scale, results: Results) -> Sequence[Job]:
     return [job for arm in arms(scale, results).values() for job in arm.jobs]
 
 
+def costs(scale: Scale, results: Results) -> Arms:
+    return {name: arm.runs[:1] for name, arm in arms(scale, results).items()}
+
+
 def paper_plan() -> list[Job]:
     """The 124M model of the paper, and a narrower and a wider one of equal parameters."""
     from experiments.cluster import RecipeRun
@@ -88,7 +92,6 @@ def describe_tokens(model: Model) -> str:
 def table(found: dict[str, Arm], results: Results) -> Table:
     header = ["model", "attention and feed-forward tokens", "tokens per channel", "parameters"]
     header += ["KV cache per position", "learning rate", "held-out bits per byte"]
-    header += ["training FLOPs", "seconds"]
     rows = []
     for name, arm in found.items():
         model = ARMS[name]
@@ -97,8 +100,7 @@ def table(found: dict[str, Arm], results: Results) -> Table:
         title = f"{name} of width {config.hidden_size}" if name == TRANSFORMER else name
         cache = f"{2 * config.num_hidden_layers * config.hidden_size} numbers"
         cells = [title, describe_tokens(model), ratio, f"{model.parameters:,}", cache]
-        cells += [f"{run.rate:g}", arm.summary(results).format(), f"{run.flops:.2e}"]
-        rows.append([*cells, f"{arm.summary(results, 'seconds').mean:.0f}"])
+        rows.append([*cells, f"{run.rate:g}", arm.summary(results).format()])
     return Table([header, *rows])
 
 
@@ -137,7 +139,7 @@ def report(scale: Scale, results: Results) -> Findings:
                 partial(draw, found, results),
             )
         ],
-        notes=[advice(means, best, good), SECONDS],
+        notes=[advice(means, best, good), EQUAL_FLOPS],
     )
 
 
@@ -149,9 +151,9 @@ def good_range(good: list[str]) -> str:
     return f"Shapes of {', '.join(others)} and {last} tokens per channel are"
 
 
-SECONDS = (
+EQUAL_FLOPS = (
     "All models have the same number of weights, so their FLOPs differ only by attention between "
-    "positions. Seconds are of one core of a shared machine, validation included."
+    "positions."
 )
 
 
@@ -230,4 +232,5 @@ EXHIBIT = Exhibit(
     "best is at its end goes on.",
     plan=plan,
     report=report,
+    arms=costs,
 )

@@ -90,6 +90,10 @@ def report(scale: Scale, results: Results) -> Findings:
                 partial(draw, found, results),
             )
         ],
+        notes=[
+            "TokenFormer against a Vision Transformer, and the ablations of theta and norms, are "
+            "on the page of [the paper's tables](paper.md#image-classification)."
+        ],
     )
 
 
@@ -119,4 +123,5 @@ EXHIBIT = Exhibit(
     "lowest or highest is best; they are chosen on a twentieth of the training images.",
     plan=plan,
     report=report,
+    page="vision.md",
 )

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from statistics import mean, variance
 
-from experiments.exhibit import Exhibit, Findings, Plot, Scale, Table, Verdict
+from experiments.exhibit import Arms, Exhibit, Findings, Plot, Scale, Table, Verdict
 from experiments.job import Job, Results, Summary, summarize
 from experiments.language import LanguageRun, Model
 from experiments.plots import BASELINE, INK, OURS, label, new_figure, save
@@ -103,6 +103,10 @@ def plan(scale: Scale, results: Results) -> list[Job]:
         jobs += tuned(family, scale, results).jobs
         jobs += evaluations(family, scale, results)
     return jobs
+
+
+def costs(scale: Scale, results: Results) -> Arms:
+    return {family: tuned(family, scale, results).runs[:1] for family in FAMILIES}
 
 
 @dataclass(frozen=True)
@@ -337,4 +341,5 @@ EXHIBIT = Exhibit(
     "prompt, on the first items of each task; the models see the last 256 bytes of a request.",
     plan=plan,
     report=report,
+    arms=costs,
 )

@@ -28,7 +28,8 @@ from experiments.nanogpt import (
     run_at,
     step_at,
 )
-from experiments.nanogpt.loop_run import LoopRun, StepTimes, make_nanogpt
+from experiments.nanogpt.loop_run import LoopRun, make_nanogpt
+from experiments.step_times import StepTimes
 from tests.support.plans import missing_in_rounds
 
 LAPTOP, SMOKE = SCALES["laptop"], SCALES["smoke"]

@@ -8,7 +8,7 @@ from experiments.__main__ import main
 from experiments.catalog import BEYOND, NAMES, PAPER, STUDIES, load_exhibit
 from experiments.exhibit import SCALES, Table, complete
 from experiments.job import Results
-from experiments.report import PAGE, PUBLISHED, anchor, page_text, publish
+from experiments.report import MACHINE, PAGE, PUBLISHED, anchor, page_text, publish, study_text
 from experiments.workspace import ROOT, missing_data
 
 LAPTOP = SCALES["laptop"]
@@ -40,10 +40,23 @@ def test_the_published_page_is_made_of_the_published_results():
     finished = {n: e for n, e in exhibits.items() if complete(e, LAPTOP, results)}
     assert finished
     findings = {name: exhibit.report(LAPTOP, results) for name, exhibit in finished.items()}
-    assert PAGE.read_text() == page_text(finished, findings, LAPTOP, results, "../images/paper")
+    text = page_text(finished, findings, LAPTOP, results, "../images/paper", MACHINE)
+    assert PAGE.read_text() == text
     for found in findings.values():
         for plot in found.plots:
             assert (ROOT / "docs" / "images" / "paper" / plot.name).exists()
+
+
+@pytest.mark.parametrize("name", [name for name in STUDIES if load_exhibit(name).page])
+def test_the_page_of_a_study_is_made_of_the_published_results(name):
+    results, study = Results(PUBLISHED), load_exhibit(name)
+    page = PAGE.with_name(study.page)
+    assert page.exists() == complete(study, LAPTOP, results)
+    if page.exists():
+        findings = study.report(LAPTOP, results)
+        assert page.read_text() == study_text(name, study, findings, LAPTOP, results)
+        for plot in findings.plots:
+            assert (ROOT / "docs" / "images" / plot.name).exists()
 
 
 def test_publishing_adds_rows_and_replaces_those_computed_again(tmp_path, monkeypatch):
