@@ -74,7 +74,7 @@ def test_the_page_has_what_the_index_has(home, capsys):
     index = TokenIndex.load(site / "index")
     overview = piece(site, "site")
     assert overview["model"] == "small"
-    assert overview["positions"] == 30 * 32
+    assert (overview["positions"], overview["source"]) == (30 * 32, "data, train")
     assert [layer["name"] for layer in overview["layers"]] == list(index.layers)
     vocabulary = Vocabulary(byte_tokenizer())
     for layer in overview["layers"]:
@@ -98,6 +98,14 @@ def test_the_page_has_what_the_index_has(home, capsys):
                 assert fired == [kept.fired]
     example = piece(site, "example-1")
     assert len(example["texts"]) == len(example["positions"]) == len(example["next"])
+    model = tokenformer.TokenformerForCausalLM.from_pretrained("small").eval()
+    ids = torch.tensor([byte_tokenizer()("".join(example["texts"]))["input_ids"]])
+    chances = model(input_ids=ids).logits[0].softmax(-1)
+    assert len(example["then"]) == len(example["texts"]) - 1
+    label, chance = example["then"][0]
+    following = int(ids[0, len(example["texts"][0].encode())])
+    assert label == vocabulary.label(following)
+    assert chance == pytest.approx(chances[0, following].item(), rel=0.01)
     assert piece(site, "live") is None
     page = (site / "index.html").read_text()
     for name in re.findall(r'(?:src|href)="([^"#]+)"', page):
@@ -132,6 +140,15 @@ def test_an_interrupted_page_is_made_as_if_it_was_not(home, capsys):
     for path in (home / "whole" / "data").iterdir():
         assert (home / "site" / "data" / path.name).read_bytes() == path.read_bytes(), path.name
     assert sorted(p.name for p in home.glob(".*")) == []
+
+
+def test_an_index_of_other_text_is_not_used(home):
+    """Left by a command that was killed: as many samples of the same model, but shorter."""
+    explore("small", "--data", "data", "--out", "site", *SMALL)
+    shutil.copytree(home / "site" / "index", home / ".new.index")
+    shorter = ["--sequences", 30, "--length", 31, "--split", "train"]
+    explore("small", "--data", "data", "--out", "new", *shorter)
+    assert piece(home / "new", "site")["positions"] == 30 * 31
 
 
 def test_a_classifier_is_explored_on_images(tmp_path, capsys, monkeypatch):

@@ -7,6 +7,7 @@ from tests.support.growth import train_on_text
 from tokenformer.growth.tokens.token_usage import eval_mode
 from tokenformer.interpret import (
     Behavior,
+    Token,
     ablate_each,
     attribute,
     controlling_set,
@@ -15,7 +16,7 @@ from tokenformer.interpret import (
 )
 from tokenformer.interpret.attribution import strongest
 from tokenformer.interpret.behavior import IGNORED
-from tokenformer.interpret.controlling_set import shortest_beginning
+from tokenformer.interpret.controlling_set import busiest_set, rank, shortest_beginning
 from tokenformer.interpret.token_name import named_layers
 
 
@@ -132,7 +133,9 @@ def test_a_controlling_set_controls_held_out_text_and_random_sets_do_not(trained
     assert found.after.loss - found.before.loss > 1.5
     assert found.after.accuracy < found.before.accuracy
     assert len(found.random) == 3
-    assert found.random_rise < 0.5 * (found.after.loss - found.before.loss)
+    assert found.rise == found.after.loss - found.before.loss
+    assert found.random_rise < 0.5 * found.rise
+    assert found.busiest_rise < 0.5 * found.rise
     goal = found_on.loss(model) + 2.0
     with intervene(model, off=found.tokens):
         assert found_on.loss(model) >= goal
@@ -142,6 +145,7 @@ def test_a_controlling_set_controls_held_out_text_and_random_sets_do_not(trained
     text = str(found)
     assert "control the behavior" in text
     assert text.count("random set") == 3
+    assert text.count("busiest tokens") == 1
     again = controlling_set(model, found_on, rise=2.0, max_tokens=60, held_out=held_out)
     assert again == found
 
@@ -160,3 +164,28 @@ def test_a_goal_out_of_reach_is_told(trained):
         assert behavior.loss(model) >= goal
     with intervene(model, off=ranking[: count - 1]):
         assert behavior.loss(model) < goal
+
+
+def test_a_ranking_looks_again_without_its_first_tokens(make_model, behavior):
+    model = make_model("tokenformer")
+    found = rank(model, behavior, 7, ["ffn"])
+    assert len({*found}) == 7
+    for start, end in ((0, 1), (1, 2), (2, 4), (4, 7)):
+        with intervene(model, off=found[:start]):
+            estimates = attribute(model, behavior, ["ffn"])
+        for token in found[:start]:
+            estimates[token.layer][token.number] = -torch.inf
+        assert found[start:end] == strongest(estimates, end - start)
+    layers = named_layers(model, ["0"])
+    assert len({*rank(model, behavior, 10**6, ["0"])}) == sum(e.num_tokens for e in layers.values())
+
+
+def test_the_busiest_tokens_are_those_that_add_most(make_model, behavior):
+    model = make_model("tokenformer")
+    maps = score_maps(model, behavior.inputs)
+    tokens = [Token("0.ffn", 3), Token("1.o", 2), Token("0.ffn", 4)]
+    found = busiest_set(model, behavior, tokens)
+    for layer, count in (("0.ffn", 2), ("1.o", 1)):
+        added = maps[layer].contributions.square().mean((0, 1))
+        best = added.topk(count).indices.tolist()
+        assert [token.number for token in found if token.layer == layer] == best

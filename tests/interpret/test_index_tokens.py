@@ -16,7 +16,10 @@ from tokenformer.interpret import Token, TokenIndex, Vocabulary, index_tokens, s
 from tokenformer.interpret import firing as firing_module
 from tokenformer.interpret.firing import BINS, LOW, WIDTH
 from tokenformer.interpret.index_tokens import IndexRun, fingerprint
+from tokenformer.interpret.site_data import text_runs
+from tokenformer.interpret.token_index import cut
 from tokenformer.interpret.token_name import named_layers
+from tokenformer.interpret.vocabulary import REPLACEMENT
 
 
 @pytest.fixture
@@ -249,3 +252,21 @@ def test_bad_inputs(make_model):
         index_tokens(model.model, shapes)
     with pytest.raises(ValueError, match="must be token ids"):
         index_tokens(model, [torch.zeros(1, 1, 4, 4)])
+
+
+def test_a_context_has_no_half_characters():
+    """Wherever the window around a position cuts the bytes of a character."""
+    text = "naïve — 東京 and € in [[São]]" * 3
+    ids = list(text.encode())
+    vocabulary = Vocabulary(byte_tokenizer())
+    for start, end in ((s, s + 30) for s in range(40)):
+        window = ids[start:end]
+        for position in range(len(window)):
+            before, fired, after = cut(window, position, vocabulary)
+            assert not before.startswith(REPLACEMENT)
+            assert not after.endswith(REPLACEMENT)
+            runs = text_runs(window, [0] * len(window), position, vocabulary)
+            assert "".join(part for part, _ in runs) == before + fired + after
+            assert [part for part, level in runs if level >= 10] == [fired]
+            if REPLACEMENT not in fired:  # the position itself may be in a half character
+                assert before + fired + after in text

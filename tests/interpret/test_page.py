@@ -22,7 +22,8 @@ from tokenformer.serve.explorer import Explorer
 
 TEXT = "The [[quick]] brown fox & a <b>lazy</b> [[dog]] naïvely cost 5 €.\n" * 120
 MANY = 34_480
-DOWN, RIGHT, HOME, END, ENTER = "\ue015", "\ue014", "\ue011", "\ue010", "\ue007"
+UP, DOWN, RIGHT = "\ue013", "\ue015", "\ue014"
+HOME, END, ENTER = "\ue011", "\ue010", "\ue007"
 """Keys, as WebDriver encodes them."""
 MINUS = "\N{MINUS SIGN}"
 STATUS = "document.querySelector('[role=status]').textContent"
@@ -143,8 +144,39 @@ def test_the_list_is_worked_by_keys(page, folder):
     assert page.wait("document.querySelector('.token h1')?.textContent").startswith(
         f"0.ffn.{order[0]} "
     )
+    page.driver.switch_to.active_element.send_keys(RIGHT)
+    page.wait("document.querySelector('.token h1').textContent.startsWith(arguments[0])",
+              f"0.ffn.{order[0] + 1} ")  # fmt: skip
     page.driver.switch_to.active_element.send_keys("/")
     page.wait("document.activeElement.id === 'search'")
+    page.find("#search").send_keys("0.ffn.1", ENTER)
+    page.wait("document.querySelector('.token h1')?.textContent.startsWith('0.ffn.1 ')")
+
+
+def test_a_search_without_a_match_says_so_and_can_be_left(page, folder):
+    page.open(f"{from_disk(folder)}#/tokens?layer=0.ffn&q=nowhere")
+    assert "No token matches" in page.find(".none").text
+    assert page.all(".row") == []
+    page.find(".none button").click()
+    page.wait(f"{STATUS} === '200 tokens'")
+    search = page.find("#search")
+    search.send_keys(DOWN, DOWN)
+    page.wait("document.querySelector('.row[aria-selected=true]')?.ariaPosInSet === '2'")
+    page.find(".rows").send_keys(UP, UP)
+    page.wait("document.activeElement.id === 'search'")
+
+
+def test_going_back_returns_to_the_same_place(page, folder):
+    page.open(f"{from_disk(folder)}#/tokens?layer=0.ffn")
+    page.wait("document.querySelectorAll('.row').length > 5")
+    page.run("document.querySelector('.rows').scrollTop = 3000")
+    page.wait("document.querySelector('.row').ariaPosInSet > 40")
+    name = page.texts(".row .name")[8].strip()
+    page.all(".row")[8].click()
+    page.wait("document.querySelector('.token h1')?.textContent.startsWith(arguments[0])", name)
+    page.run("history.back()")
+    page.wait("document.querySelector('.rows')?.scrollTop === 3000")
+    assert name in [text.strip() for text in page.texts(".row .name")]
 
 
 def test_walking_through_an_example(page, folder):

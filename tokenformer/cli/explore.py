@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenformer.cli.model import model_errors, resolve_folder
 from tokenformer.cli.progress import ShowProgress, progress
-from tokenformer.cli.samples import LONGEST, check_samples, read_image_samples, read_samples
+from tokenformer.cli.samples import LONGEST, Samples, check_samples, image_samples, text_samples
 from tokenformer.cli.serve import address, bind
 from tokenformer.errors import DataError, InputError
 from tokenformer.files import new_folder
@@ -20,6 +20,7 @@ from tokenformer.paths import exists, expand_user
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tokenformer.interpret.site import Example
     from tokenformer.interpret.token_index import TokenIndex
     from tokenformer.interpret.vocabulary import Vocabulary
 
@@ -88,9 +89,9 @@ def explore(
                 check_site(out, loaded)
             else:
                 options = sequences, length, split
-                batches = read_inputs(data, images, source, loaded, reader, *options)
+                samples = open_samples(data, images, source, loaded, reader, *options)
                 name = public_title(model)
-                build(loaded, reader, name, batches, out, examples, contexts, threshold)
+                build(loaded, reader, name, samples, out, examples, contexts, threshold)
         if not serve:
             sys.stdout.write(summary(out, json) + "\n")
             return
@@ -141,7 +142,7 @@ def load(source: Path, *, verify: bool) -> "tuple[Any, Vocabulary]":
     return model, Vocabulary(tokenizer)
 
 
-def read_inputs(
+def open_samples(
     data: Path | None,
     images: str | None,
     source: Path,
@@ -150,19 +151,19 @@ def read_inputs(
     sequences: int,
     length: int | None,
     split: str | None,
-) -> "list[Tensor]":
+) -> Samples:
     from tokenformer.data.corpus import open_corpus
     from tokenformer.models.configuration import VisionConfig
 
     if isinstance(model.config, VisionConfig):
         if images is None or data is not None:
             raise InputError(f"{source} is an image classifier; use --images instead of --data")
-        return read_image_samples(images, source, model, count=sequences)
+        return image_samples(images, source, model, count=sequences)
     if data is None or images is not None:
         raise InputError(f"{source} is a language model; use --data FOLDER")
     splits = open_corpus(data, vocabulary.tokenizer, model.config.vocab_size).splits
     found = split or ("validation" if "validation" in splits else "train")
-    return read_samples(
+    return text_samples(
         data,
         split=found,
         sequences=sequences,
@@ -181,47 +182,50 @@ def build(
     model: Any,
     vocabulary: "Vocabulary",
     name: str,
-    batches: "list[Tensor]",
+    samples: Samples,
     out: Path,
     examples: int,
     contexts: int,
     threshold: float,
 ) -> None:
     """Write the site to a new folder. The index is made beside it and moved into it."""
-    import torch
     from rich.console import Console
 
     from tokenformer.interpret.context_weights import context_weights
-    from tokenformer.interpret.score_map import direct_effects, score_maps
     from tokenformer.interpret.site import write_site
     from tokenformer.interpret.site_data import SiteData
 
     kept = out.with_name(f".{out.name}.index")
     with progress(Console(stderr=True)) as show, new_folder("--out", out) as folder:
-        index = make_index(model, vocabulary, batches, kept, contexts, threshold, show)
-        samples = torch.cat(batches)
+        index = make_index(model, vocabulary, samples, kept, contexts, threshold, show)
         weights = context_weights(
             model,
             index,
-            lambda numbers: samples[numbers].to(model.device),
+            lambda numbers: samples.read(numbers).to(model.device),
             lambda done, total: show("reading the contexts again", done, total),
         )
         parameters = sum(each.numel() for each in model.parameters())
-        site = SiteData(index, weights, vocabulary, name, parameters)
-        chosen = spread(len(samples), examples)
-        maps = []
-        with torch.no_grad():
-            for number in chosen:
-                inputs = samples[number : number + 1].to(model.device)
-                found = score_maps(model, inputs)
-                logits = model(**{model.main_input_name: inputs}).logits
-                effects = None
-                if site.is_text:
-                    effects = direct_effects(model, found, logits.argmax(-1))
-                maps.append((found, logits, effects))
+        site = SiteData(index, weights, vocabulary, name, samples.title, parameters)
+        numbers = spread(samples.count, examples)
+        maps = (example(model, samples.read([number])) for number in numbers)  # one in memory
         write_site(folder, site, maps, lambda done, total: show("writing the page", done, total))
         shutil.copytree(kept, folder / INDEX)
     shutil.rmtree(kept, ignore_errors=True)
+
+
+def example(model: Any, inputs: "Tensor") -> "Example":
+    """Return the score maps of an input, its logits and, of a text, the direct effects on the most
+    likely ones."""
+    import torch
+
+    from tokenformer.interpret.score_map import direct_effects, score_maps
+
+    inputs = inputs.to(model.device)
+    maps = score_maps(model, inputs)
+    with torch.no_grad():
+        logits = model(**{model.main_input_name: inputs}).logits
+    effects = direct_effects(model, maps, logits.argmax(-1)) if inputs.ndim == 2 else None
+    return maps, logits, effects
 
 
 def spread(total: int, count: int) -> list[int]:
@@ -233,23 +237,28 @@ def spread(total: int, count: int) -> list[int]:
 def make_index(
     model: Any,
     vocabulary: "Vocabulary",
-    batches: "list[Tensor]",
+    samples: Samples,
     folder: Path,
     contexts: int,
     threshold: float,
     show: ShowProgress,
 ) -> "TokenIndex":
     """Return the index, finished by an earlier call if it is of the same model and inputs."""
-    from tokenformer.interpret.index_tokens import fingerprint, index_tokens, progress_folder
+    from tokenformer.interpret.index_tokens import (
+        digest_of,
+        fingerprint,
+        index_tokens,
+        progress_folder,
+    )
     from tokenformer.interpret.token_index import TokenIndex
 
     if exists(folder):
         try:
             index = TokenIndex.load(folder)
-            same = (fingerprint(model), len(batches), sum(map(len, batches)), threshold, contexts)
-            found = index.summary
             kept = next(iter(index.layers.values())).top_weights.shape[1]
-            if same == (found.model, found.batches, found.samples, found.threshold, kept):
+            found = index.summary
+            options = found.threshold, kept, found.model, found.inputs
+            if options == (threshold, contexts, fingerprint(model), digest_of(samples)):
                 shutil.rmtree(progress_folder(folder), ignore_errors=True)
                 return index
         except DataError:
@@ -257,12 +266,12 @@ def make_index(
         shutil.rmtree(folder)
     return index_tokens(
         model,
-        batches,
+        samples,
         out=folder,
         vocabulary=vocabulary,
         threshold=threshold,
         contexts=contexts,
-        on_batch=lambda done: show("reading what fires each token", done, len(batches)),
+        on_batch=lambda done: show("reading what fires each token", done, len(samples)),
     )
 
 

@@ -12,6 +12,7 @@ Tokens are named by block, projection and number: 3.ffn.17.
 
 from tokenformer.interpret.attribution import ablate_each, attribute
 from tokenformer.interpret.behavior import Behavior
+from tokenformer.interpret.clear_tokens import ClearToken, clearest_tokens
 from tokenformer.interpret.controlling_set import ControllingSet, controlling_set
 from tokenformer.interpret.growth_view import GrowthView, growth_view, plot_growth
 from tokenformer.interpret.index_tokens import index_tokens
@@ -25,6 +26,7 @@ from tokenformer.interpret.vocabulary import Vocabulary
 
 __all__ = [
     "Behavior",
+    "ClearToken",
     "Context",
     "ControllingSet",
     "Effect",
@@ -37,6 +39,7 @@ __all__ = [
     "Vocabulary",
     "ablate_each",
     "attribute",
+    "clearest_tokens",
     "continue_text",
     "controlling_set",
     "direct_effects",

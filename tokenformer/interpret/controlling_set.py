@@ -3,11 +3,14 @@
     found = controlling_set(model, behavior, rise=1.0, held_out=other)
     print(found)
 
-Tokens are ranked by attribution. The shortest beginning of the ranking whose ablation raises the
-loss by `rise` is found by bisection; then tokens that it does not need are dropped one by one. The
-check, on held-out inputs: the same ablation, and random sets of equal size from the same layers.
+Tokens are ranked by attribution, which is computed anew as more of them are switched off. The
+shortest beginning of the ranking whose ablation raises the loss by `rise` is found by bisection;
+then tokens that it does not need are dropped one by one. The check, on held-out inputs: the same
+ablation, that of the tokens that do most work on the inputs of the search, and of random ones, each
+as many from the same layers.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import mean
@@ -16,11 +19,11 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from tokenformer.growth.tokens.token_usage import eval_mode
+from tokenformer.growth.tokens.token_usage import eval_mode, token_statistics
 from tokenformer.interpret.attribution import attribute, strongest
-from tokenformer.interpret.behavior import Behavior
+from tokenformer.interpret.behavior import BATCH_SIZE, Behavior
 from tokenformer.interpret.intervention import intervene
-from tokenformer.interpret.token_name import Token, named_layers
+from tokenformer.interpret.token_name import Token, full_names, named_layers
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,20 @@ class ControllingSet:
     """Whether the set raises the loss by what was asked for, on the inputs it was found on."""
     before: Measured
     after: Measured
-    """On the held-out inputs, as are the random sets."""
+    """On the held-out inputs, as are the baselines."""
+    busiest: Measured
+    """Without the tokens that do most work in the same layers, as many of each."""
+    busiest_shared: int
+    """How many of these are in the set."""
     random: list[Measured] = field(default_factory=list)
+    """Without random other tokens of the same layers, as many of each."""
 
     def __str__(self) -> str:
         def row(name: str, each: Measured) -> str:
             rest = "" if each.rest_loss is None else f"{each.rest_loss:12.3f}"
             return f"{name:<24}{each.loss:8.3f}{each.accuracy:10.1%}{rest}"
 
-        counts = {name: sum(t.layer == name for t in self.tokens) for name, _ in self.tokens}
+        counts = Counter(token.layer for token in self.tokens)
         where = ", ".join(f"{count} in {name}" for name, count in counts.items())
         lines = [
             f"{len(self.tokens)} tokens control the behavior: {where}"
@@ -58,9 +66,19 @@ class ControllingSet:
             + ("" if self.before.rest_loss is None else f"{'other loss':>12}"),
             row("all tokens on", self.before),
             row("these tokens off", self.after),
+            row("the busiest tokens off", self.busiest),
         ]
         lines += [row(f"random set {n} off", each) for n, each in enumerate(self.random, 1)]
         return "\n".join(lines)
+
+    @property
+    def rise(self) -> float:
+        """The rise of the loss."""
+        return self.after.loss - self.before.loss
+
+    @property
+    def busiest_rise(self) -> float:
+        return self.busiest.loss - self.before.loss
 
     @property
     def random_rise(self) -> float:
@@ -97,7 +115,7 @@ def controlling_set(
     check = held_out or behavior
     with eval_mode(model):
         goal = behavior.loss(model) + rise
-        ranking = strongest(attribute(model, behavior, layers), max_tokens)
+        ranking = rank(model, behavior, max_tokens, layers)
         count, reached = shortest_beginning(model, behavior, ranking, goal)
         tokens = ranking[:count]
         if reached:
@@ -105,13 +123,36 @@ def controlling_set(
         generator = torch.Generator().manual_seed(seed)
         pools = {name: each.num_tokens for name, each in named_layers(model, layers).items()}
         draws = [random_set(pools, tokens, generator) for _ in range(random_sets)]
+        busiest = busiest_set(model, behavior, tokens)
         return ControllingSet(
             tokens,
             reached,
-            measure(model, check, []),
-            measure(model, check, tokens),
-            [measure(model, check, draw) for draw in draws],
+            before=measure(model, check, []),
+            after=measure(model, check, tokens),
+            busiest=measure(model, check, busiest),
+            busiest_shared=len({*busiest} & {*tokens}),
+            random=[measure(model, check, draw) for draw in draws],
         )
+
+
+def rank(
+    model: PreTrainedModel, behavior: Behavior, count: int, layers: Iterable[str] | None
+) -> list[Token]:
+    """Return the tokens that the behavior needs most, by attribution. It is computed anew when
+    1, 2, 4, ... of them are off: at a low loss the gradient says little about a large change, and
+    other tokens may take over."""
+    ranking: list[Token] = []
+    while len(ranking) < count:
+        with intervene(model, off=ranking):
+            estimates = attribute(model, behavior, layers)
+        for token in ranking:
+            estimates[token.layer][token.number] = -torch.inf
+        best = strongest(estimates, min(max(1, len(ranking)), count - len(ranking)))
+        best = [token for token in best if estimates[token.layer][token.number] > -torch.inf]
+        if not best:  # there are no more
+            break
+        ranking += best
+    return ranking
 
 
 def loss_without(model: PreTrainedModel, behavior: Behavior, tokens: list[Token]) -> float:
@@ -141,12 +182,15 @@ def shortest_beginning(
 def without_needless(
     model: PreTrainedModel, behavior: Behavior, tokens: list[Token], goal: float
 ) -> list[Token]:
-    """Drop tokens, the last first, as long as the others reach the goal."""
-    kept = list(tokens)
-    for token in reversed(tokens):
-        others = [each for each in kept if each != token]
-        if others and loss_without(model, behavior, others) >= goal:
-            kept = others
+    """Drop tokens, the last first, as long as the others reach the goal. A token that was needed
+    can become needless when others are dropped, so this goes on until all are needed."""
+    kept, before = list(tokens), 0
+    while len(kept) != before:
+        before = len(kept)
+        for token in reversed(list(kept)):
+            others = [each for each in kept if each != token]
+            if others and loss_without(model, behavior, others) >= goal:
+                kept = others
     return kept
 
 
@@ -161,6 +205,17 @@ def random_set(
         others = [number for number in order.tolist() if number not in taken]
         drawn += [Token(name, number) for number in others[: len(taken)]]
     return drawn
+
+
+def busiest_set(model: PreTrainedModel, behavior: Behavior, tokens: list[Token]) -> list[Token]:
+    """Return the tokens that add most to the outputs of their layers, by mean square, as many of
+    each layer as the set has. Tokens of the set may be among them."""
+    statistics = token_statistics(model, behavior.inputs.split(BATCH_SIZE))
+    names, found = full_names(model), list[Token]()
+    for layer, count in Counter(token.layer for token in tokens).items():
+        most = statistics[names[layer]].contribution.topk(count).indices
+        found += [Token(layer, number) for number in most.tolist()]
+    return found
 
 
 def measure(model: PreTrainedModel, behavior: Behavior, tokens: list[Token]) -> Measured:

@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,7 @@ class IndexRun:
             self.threshold,
             self.grid,
             tuple(str(label) for label in labels),
+            self.digest,
         )
         head = lens_rows(self.model)
         found = {
@@ -322,8 +324,13 @@ def small_pictures(images: Tensor) -> Tensor:
     if side > PICTURE_SIDE:
         size = [max(1, round(n * PICTURE_SIDE / side)) for n in pixels.shape[-2:]]
         pixels = F.interpolate(pixels, size, mode="area")
-    low, high = (reduce(pixels, (1, 2, 3), keepdim=True) for reduce in (torch.amin, torch.amax))
+    low, high = (find(pixels, (1, 2, 3), keepdim=True) for find in (torch.amin, torch.amax))
     return ((pixels - low) / (high - low).clamp_min(1e-9) * 255).round().to(torch.uint8)
+
+
+def digest_of(batches: Iterable[Tensor]) -> str:
+    """Return the hash by which an index knows the batches that it was made from."""
+    return reduce(chained_digest, batches, "")
 
 
 def chained_digest(before: str, batch: Tensor) -> str:

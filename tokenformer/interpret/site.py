@@ -7,7 +7,7 @@ Nothing is loaded from the network.
 """
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -18,12 +18,15 @@ from tokenformer.interpret.site_data import SiteData, script
 PAGE = Path(__file__).with_name("page")
 """The page itself: HTML, style and scripts."""
 DATA = "data"
+Example = tuple[ScoreMaps, Tensor, Mapping[str, Tensor] | None]
+"""Score maps of a batch of inputs, the logits and, of texts, the direct effects on the most likely
+ones."""
 
 
 def write_site(
     folder: Path,
     data: SiteData,
-    examples: Sequence[tuple[ScoreMaps, Tensor, Mapping[str, Tensor] | None]] = (),
+    examples: Iterable[Example] = (),
     on_piece: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write the site to an empty folder.
@@ -31,8 +34,7 @@ def write_site(
     Args:
         folder: an existing folder.
         data: the pieces of the index.
-        examples: score maps of batches of inputs, with their logits and, of texts, the direct
-            effects on the most likely ones.
+        examples: inputs with a score map of their own.
         on_piece: called with the number of layers that are written and of all.
     """
     for path in PAGE.iterdir():

@@ -7,20 +7,19 @@ calls `TF.take(name, value)`. Numbers have three digits, weights in text are lev
 import base64
 import json
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tokenformer.interpret.clear_tokens import clearest_tokens
 from tokenformer.interpret.growth_view import growth_view
 from tokenformer.interpret.index_tokens import small_pictures
 from tokenformer.interpret.score_map import ScoreMaps
 from tokenformer.interpret.token_index import BEFORE, LayerIndex, TokenIndex
 from tokenformer.interpret.token_name import Token
-from tokenformer.interpret.vocabulary import Vocabulary
+from tokenformer.interpret.vocabulary import REPLACEMENT, Vocabulary
 
 CHUNK = 128
 """Tokens per piece of details, and images per piece."""
@@ -28,7 +27,7 @@ LEVELS = 9
 CURVE = 33
 """Points of the curve of how work is spread over the tokens of a layer."""
 SNIPPET_BEFORE, SNIPPET_AFTER = 22, 12
-CLEAREST, TABLE_WORDS = 12, 4
+CLEAREST, SHOWN, TABLE_WORDS = 12, 3, 4
 EXAMPLE_TOKENS, POSITION_TOKENS = 12, 8
 PREDICTIONS, EFFECTS = 3, 6
 
@@ -44,16 +43,13 @@ class SiteData:
         index: TokenIndex,
         weights: dict[str, Tensor],
         vocabulary: Vocabulary,
-        name: str,
-        parameters: int,
+        name: str = "",
+        source: str = "",
+        parameters: int = 0,
     ) -> None:
+        """`name` is that of the model, `source` that of the data."""
         self.index, self.weights, self.vocabulary = index, weights, vocabulary
-        self.name, self.parameters = name, parameters
-
-    @cached_property
-    def fired_texts(self) -> dict[str, list[list[str]]]:
-        """The texts that each token fires at, one per context."""
-        return {layer: self.fired(layer) for layer in self.index.layers}
+        self.name, self.source, self.parameters = name, source, parameters
 
     @property
     def is_text(self) -> bool:
@@ -71,8 +67,6 @@ class SiteData:
                     "name": name,
                     "tokens": len(layer),
                     "dead": int(layer.dead.sum()),
-                    "frequency": short(layer.frequency.mean().item()),
-                    "selectivity": short(layer.selectivity.mean().item()),
                     "curve": curve(layer),
                     "ages": [
                         [row.age, row.tokens, *map(short, (row.work, row.selectivity)), row.dead]
@@ -83,7 +77,7 @@ class SiteData:
         shape = self.index.samples.shape
         return {
             "model": self.name,
-            "type": summary.model_type,
+            "source": self.source,
             "parameters": self.parameters,
             "positions": summary.positions,
             "samples": summary.samples,
@@ -105,65 +99,44 @@ class SiteData:
             "selectivity": layer.selectivity,
             "largest": layer.largest,
         }
+        tops = [first(self.tops(name, n, 1), None) for n in range(len(layer))]
         return {
             **{key: [short(value) for value in column.tolist()] for key, column in columns.items()},
             "age": layer.ages.tolist(),
             "dead": layer.dead.int().tolist(),
             "words": [self.table_words(name, n) for n in range(len(layer))],
-            "snippets": [self.snippet(name, n) for n in range(len(layer))],
-            **({} if self.is_text else {"tops": [self.top(name, n) for n in range(len(layer))]}),
+            "snippets": [first(self.snippets(name, n, 1), []) for n in range(len(layer))],
+            **({} if self.is_text else {"tops": tops}),
         }
 
     def words(self, ids: list[int]) -> list[str]:
         return [self.index.word(each, self.vocabulary) for each in ids]
 
-    def top(self, name: str, number: int) -> list[Any] | None:
+    def tops(self, name: str, number: int, count: int) -> list[list[Any]]:
         """Return where a token fires most in images: the sample, the patch, and all levels."""
-        found = self.contexts(name, number)
-        return found[0][1:] if found else None
+        return [] if self.is_text else [each[1:] for each in self.contexts(name, number)[:count]]
 
-    def snippet(self, name: str, number: int) -> list[str]:
-        """Return the strongest context of a token, short: before, fired and after."""
-        found = self.index.contexts(
-            Token(name, number), self.vocabulary, before=SNIPPET_BEFORE, after=SNIPPET_AFTER
-        )
-        return [*found[0][-3:]] if found and self.is_text else []
-
-    def fired(self, name: str) -> list[list[str]]:
+    def snippets(self, name: str, number: int, count: int) -> list[list[str]]:
+        """Return the strongest contexts of a token, short: before, fired and after."""
         if not self.is_text:
-            return [[] for _ in range(len(self.index.layers[name]))]
-        return [
-            [
-                each.fired
-                for each in self.index.contexts(Token(name, n), self.vocabulary, before=4, after=3)
-            ]
-            for n in range(len(self.index.layers[name]))
-        ]
+            return []
+        found = self.index.contexts(
+            Token(name, number),
+            self.vocabulary,
+            count=count,
+            before=SNIPPET_BEFORE,
+            after=SNIPPET_AFTER,
+        )
+        return [[each.before, each.fired, each.after] for each in found]
 
     def clearest(self) -> list[list[Any]]:
-        """Return the tokens that are easiest to name: selective, and firing at the same text."""
+        """Return the tokens that are easiest to name, with their strongest contexts."""
         found = []
-        for name, layer in self.index.layers.items():
-            if not layer.promoted.shape[1]:
-                continue  # what it adds has no name
-            for number, selectivity in enumerate(layer.selectivity.tolist()):
-                texts = self.fired_texts[name][number]
-                common = Counter(texts).most_common(1)
-                agreement = common[0][1] / len(texts) if common else 1.0
-                if layer.largest[number] >= self.index.summary.threshold and len(texts) != 1:
-                    found.append((selectivity * agreement, name, number))
-        chosen, seen = list[list[Any]](), Counter[Any]()
-        for _, name, number in sorted(found, reverse=True):
-            kind = Counter(self.fired_texts[name][number]).most_common(1)
-            label = kind[0][0] if kind else number
-            if seen[label] < 1 and seen[name, "layer"] < 4:  # not the same again
-                seen.update([label, (name, "layer")])
-                top = None if self.is_text else self.top(name, number)
-                words = self.table_words(name, number)
-                chosen.append([name, number, self.snippet(name, number), words, top])
-            if len(chosen) == CLEAREST:
-                break
-        return chosen
+        for each in clearest_tokens(self.index, self.vocabulary, CLEAREST):
+            name, number = each.token
+            places = self.snippets(name, number, SHOWN), self.tops(name, number, SHOWN)
+            found.append([name, number, *places, self.table_words(name, number)])
+        return found
 
     def table_words(self, name: str, number: int) -> list[str]:
         """Return the first words that a token promotes."""
@@ -255,8 +228,13 @@ class SiteData:
             "positions": [self.at_position(fired, group[-1]) for group in groups],
         }
         if self.is_text:
-            found["next"] = [
-                predictions(logits[sample, group[-1]], self.vocabulary) for group in groups
+            chances = logits[sample].float().softmax(-1)  # [T, V]
+            ends = [group[-1] for group in groups]
+            found["next"] = [predictions(chances[end], self.vocabulary) for end in ends]
+            found["then"] = [
+                [self.vocabulary.label(ids[end + 1]), short(chances[end, ids[end + 1]].item())]
+                for end in ends
+                if end + 1 < len(ids)
             ]
         if effects is not None:
             found["effects"] = [largest_effects(effects, sample, group[-1]) for group in groups]
@@ -289,6 +267,10 @@ def largest_effects(effects: Mapping[str, Tensor], sample: int, position: int) -
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         rows += [[name, number, short(value)] for number, value in pairs if value > 0]
     return sorted(rows, key=lambda row: -row[2])[:EFFECTS]
+
+
+def first(found: list[Any], default: Any) -> Any:
+    return found[0] if found else default
 
 
 def short(value: float) -> float:
@@ -331,8 +313,15 @@ def grouped(ids: list[int], vocabulary: Vocabulary) -> tuple[list[list[int]], li
 def text_runs(ids: list[int], found: list[int], position: int, vocabulary: Vocabulary) -> Runs:
     """Return a text in runs of equal level; the part that fired is a run of its own."""
     runs: Runs = []
-    groups, texts = grouped(ids, vocabulary)
-    for group, text in zip(groups, texts, strict=True):
+    parts = list(zip(*grouped(ids, vocabulary), strict=True))
+    # As in `token_index.cut`, without the characters that the text begins or ends within.
+    for end, strip in ((0, str.lstrip), (-1, str.rstrip)):
+        while position not in parts[end][0]:
+            group, text = parts.pop(end)
+            if text := strip(text, REPLACEMENT):
+                parts.insert(end if end == 0 else len(parts), (group, text))
+                break
+    for group, text in parts:
         level = max(found[n] for n in group) + (10 if position in group else 0)
         if runs and runs[-1][1] == level and level < 10:
             runs[-1] = (runs[-1][0] + text, level)
@@ -341,14 +330,13 @@ def text_runs(ids: list[int], found: list[int], position: int, vocabulary: Vocab
     return runs
 
 
-def predictions(logits: Tensor, vocabulary: Vocabulary) -> list[list[Any]]:
-    best = logits.float().softmax(-1).topk(min(PREDICTIONS, len(logits)))
+def predictions(chances: Tensor, vocabulary: Vocabulary) -> list[list[Any]]:
+    best = chances.topk(min(PREDICTIONS, len(chances)))
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return [[vocabulary.label(each), short(p)] for each, p in pairs]
 
 
 def image_bytes(image: Tensor) -> str:
-
     return base64.b64encode(small_pictures(image[None])[0].numpy().tobytes()).decode()
 
 

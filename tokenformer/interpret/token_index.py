@@ -24,7 +24,7 @@ from torch import Tensor
 from tokenformer.errors import DataError
 from tokenformer.files import new_folder
 from tokenformer.interpret.token_name import Token
-from tokenformer.interpret.vocabulary import Vocabulary
+from tokenformer.interpret.vocabulary import REPLACEMENT, Vocabulary
 
 FORMAT = "tokenformer-index-1"
 TENSORS, TABLE, SUMMARY = "index.safetensors", "tokens.parquet", "index.json"
@@ -50,6 +50,8 @@ class IndexSummary:
     """Rows and columns of patches of an image; None for text."""
     labels: tuple[str, ...] = ()
     """The classes of an image classifier."""
+    inputs: str = ""
+    """A hash of the batches."""
 
 
 @dataclass(frozen=True)
@@ -162,15 +164,17 @@ class TokenIndex:
         token: Token,
         vocabulary: Vocabulary | None = None,
         *,
+        count: int | None = None,
         before: int = BEFORE,
         after: int = AFTER,
     ) -> list[Context]:
-        """Return where a token fires most, strongest first, with the text around it."""
+        """Return where a token fires most, strongest first, with the text around it; all contexts
+        that the index keeps, or `count`."""
         layer, vocabulary = self.layers[token.layer], vocabulary or Vocabulary()
         places = zip(
-            layer.top_weights[token.number].tolist(),
-            layer.top_samples[token.number].tolist(),
-            layer.top_positions[token.number].tolist(),
+            layer.top_weights[token.number, :count].tolist(),
+            layer.top_samples[token.number, :count].tolist(),
+            layer.top_positions[token.number, :count].tolist(),
             strict=True,
         )
         found = []
@@ -294,7 +298,8 @@ def text_column(rows: list[list[str]]) -> Any:
 
 
 def cut(ids: list[int], position: int, vocabulary: Vocabulary) -> tuple[str, str, str]:
-    """Return the text before, at and after a position; a character of several ids is whole."""
+    """Return the text before, at and after a position; a character of several ids is whole. Of
+    characters that begin before the ids or end after them, nothing is left."""
     if not ids:
         return "", "", ""
     pieces = vocabulary.pieces(ids)
@@ -305,4 +310,4 @@ def cut(ids: list[int], position: int, vocabulary: Vocabulary) -> tuple[str, str
         first -= 1
     parts = pieces[:first], pieces[first : last + 1], pieces[last + 1 :]
     before, fired, after = ("".join(part) for part in parts)
-    return before, fired, after
+    return before.lstrip(REPLACEMENT), fired, after.rstrip(REPLACEMENT)

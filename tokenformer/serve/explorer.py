@@ -78,10 +78,11 @@ class Explorer:
             if path.suffix in TYPES and path.is_file() and not path.is_symlink()
         }
         index = TokenIndex.load(site / "index")
-        self.data = SiteData(index, {}, vocabulary, "", 0)
+        self.data = SiteData(index, {}, vocabulary)
         self.longest = min(MAX_POSITIONS, model.config.max_position_embeddings)
         first = index.samples[0, : min(96, self.longest)].tolist()
-        self.text = vocabulary.decode(first).strip("\N{REPLACEMENT CHARACTER}")
+        text = vocabulary.decode(first).strip("\N{REPLACEMENT CHARACTER}")
+        self.text = text.partition(" ")[2] or text  # a sample may begin within a word
         self.lock = threading.Lock()
         """Interventions change the model, so requests take turns."""
 

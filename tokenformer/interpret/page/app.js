@@ -2,14 +2,29 @@
 
 /* Views by the hash of the address, and the theme. */
 const main = document.getElementById("main");
-let shown = 0;
+const PLACES = new Map(); // where views were scrolled to, by entry of the history
+let shown = 0, entry = null, wantsSearch = false;
+history.scrollRestoration = "manual"; // views are drawn after the browser would scroll
+
+/* Remembers the place of the view that is left; returns that of the next one if it was seen before. */
+function enter() {
+  if (entry !== null) PLACES.set(entry, { page: scrollY, list: main.querySelector(".rows")?.scrollTop });
+  entry = history.state?.entry ?? null;
+  const place = PLACES.get(entry);
+  if (entry === null) {
+    entry = Date.now();
+    history.replaceState({ entry }, "");
+  }
+  return place;
+}
 
 async function route() {
+  const place = enter();
   const [path, tail] = location.hash.replace(/^#\/?/, "").split("?");
-  const [view, ...parts] = path.split("/").map(decodeURIComponent);
+  const [view, ...parts] = path.split("/");
   const views = {
     "": () => overview(),
-    tokens: () => tokens(new URLSearchParams(tail)),
+    tokens: () => tokens(new URLSearchParams(tail), place?.list),
     token: () => tokenPage(parts[0], Number(parts[1])),
     examples: () => examples(parts[0]),
     live: () => (TF.live ? livePage() : el("p", { class: "hint" }, "The live view needs `tokenformer explore --serve`.")),
@@ -25,8 +40,10 @@ async function route() {
     main.replaceChildren(page);
     const title = page.querySelector?.("h1")?.textContent;
     document.title = `${title ? `${title} · ` : ""}${TF.site.model}`;
-    scrollTo(0, 0);
-    if (mine > 1) main.focus({ preventScroll: true });
+    scrollTo(0, place?.page ?? 0);
+    if (wantsSearch) document.getElementById("search")?.focus();
+    else if (mine > 1) main.focus({ preventScroll: true });
+    wantsSearch = false;
   } catch (error) {
     showError(error);
   }
@@ -74,8 +91,9 @@ if (!TF.site) {
     const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(document.activeElement?.tagName);
     if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey) {
       event.preventDefault();
-      if (!location.hash.startsWith("#/tokens")) location.hash = "#/tokens";
-      setTimeout(() => document.getElementById("search")?.focus(), 60);
+      wantsSearch = !document.getElementById("search");
+      if (wantsSearch) location.hash = "#/tokens";
+      else document.getElementById("search").focus();
     }
   });
   route();

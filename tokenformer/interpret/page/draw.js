@@ -26,6 +26,8 @@ const count = (n) => n.toLocaleString("en");
 const percent = (x) => (x === 0 ? "0 %" : x < 0.0005 ? "<0.1 %" : `${(100 * x).toFixed(x < 0.0995 ? 1 : 0)} %`);
 const number = (x) => (Math.abs(x) >= 100 ? x.toFixed(0) : Math.abs(x) >= 10 ? x.toFixed(1) : x.toFixed(2));
 
+const times = (x) => `${number(x)} ×`;
+
 function large(n) {
   for (const [unit, size] of [["B", 1e9], ["M", 1e6], ["K", 1e4]]) {
     if (n >= size) return `${(n / (unit === "K" ? 1e3 : size)).toFixed(n >= 100 * size ? 0 : 1)} ${unit}`;
@@ -44,8 +46,9 @@ const link = (layer, n) => `#/token/${layer}/${n}`;
 const ageName = (age) => (age === 0 ? "original" : `growth ${age}`);
 const ageColor = (age) => `var(--age-${Math.min(age, 5)})`;
 
+/* Which growth added a token; nothing if the model has not grown. */
 function ageDot(age) {
-  return el("span", { class: "dot", "--color": ageColor(age), title: ageName(age) });
+  return TF.site.ages.length < 2 ? null : el("span", { class: "dot", "--color": ageColor(age), title: ageName(age) });
 }
 
 function meter(share, label) {

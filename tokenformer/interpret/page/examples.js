@@ -14,10 +14,10 @@ async function examples(which) {
 /* `view` keeps the chosen position and layer. */
 function scoreMap(example, view = {}) {
   const detail = el("div", { class: "detail", role: "status" });
-  const walk = TF.site.image ? imageWalk(example, (i) => choose(i)) : textWalk(example.texts, null, (i) => choose(i));
+  const walk = TF.site.image ? imageWalk(example, (i) => choose(i)) : textWalk(example.texts, (i) => choose(i));
   const layerNames = example.layers.map(([name]) => name);
   let layer = view.layer || layerNames.findLast((name) => name.endsWith("ffn")) || layerNames[0];
-  const maps = el("div", { class: "maps" });
+  const maps = el("div", { class: TF.site.image ? "maps images" : "maps" });
   const select = el("select", { "aria-label": "Layer of the map", onchange: () => { layer = view.layer = select.value; drawMaps(); } },
     layerNames.map((name) => el("option", { value: name, selected: name === layer }, `${name} (${layerTitle(name)})`)));
 
@@ -27,7 +27,7 @@ function scoreMap(example, view = {}) {
     const rows = example.positions[i];
     const children = [
       el("h3", {}, TF.site.image ? positionName(i) : ["At ", el("mark", { class: "fired", "--level": 6 }, visible(example.texts[i])), ` (position ${i + 1})`]),
-      example.next ? el("p", { class: "hint" }, "predicts ", example.next[i].map(([word, p]) => [el("span", { class: "chip" }, visible(word)), ` ${percent(p)} `])) : null,
+      example.next ? el("p", { class: "hint" }, "predicts ", chances(example.next[i]), example.then[i] ? ["– next in the text: ", chances([example.then[i]])] : null) : null,
       example.effects?.[i].length ? el("div", { class: "raises" }, el("p", { class: "hint" }, "Tokens that raise the logit of ", el("span", { class: "chip" }, visible(example.next[i][0][0])), " most, directly:"),
         raised(example.effects[i])) : null,
       el("p", { class: "hint" }, "Tokens with the largest share of their layer's work here:"),
@@ -48,10 +48,14 @@ function scoreMap(example, view = {}) {
 
   drawMaps();
   choose(Math.min(example.positions.length - 1, view.position ?? 12));
-  const classes = example.classes ? el("p", { class: "hint" }, "predicted ", example.classes.map(([word, p]) => [el("span", { class: "chip" }, word), ` ${percent(p)} `])) : null;
+  const classes = example.classes ? el("p", { class: "hint" }, "predicted ", chances(example.classes)) : null;
   return el("div", { class: "columns" },
     el("section", { class: "card follow" }, el("h2", {}, TF.site.image ? "Choose a patch" : "Choose a position"), walk.element, classes, detail),
     el("section", { class: "card" }, el("div", { class: "titles" }, el("h2", {}, "Strongest tokens"), select), maps));
+}
+
+function chances(rows) {
+  return rows.map(([word, p]) => [el("span", { class: "chip" }, visible(word)), ` ${percent(p)} `]);
 }
 
 function raised(rows) {
@@ -75,10 +79,10 @@ function runsOf(texts, digits) {
   return runs;
 }
 
-/* A text whose positions can be chosen, by pointer or arrow keys; `levels` color them. */
-function textWalk(texts, levels, choose) {
+/* A text whose positions can be chosen, by pointer or arrow keys. */
+function textWalk(texts, choose) {
   let chosen = 0;
-  const parts = texts.map((text, i) => el("span", { class: "piece", "data-i": i, "--level": levels ? levels[i] : null, title: null },
+  const parts = texts.map((text, i) => el("span", { class: "piece", "data-i": i },
     text === "\n" ? "↵\n" : text));
   const element = el("p", { class: "walk context", tabindex: "0", role: "slider", "aria-label": "Position in the text", "aria-valuemin": 1, "aria-valuemax": texts.length }, parts);
   element.addEventListener("click", (event) => {

@@ -19,6 +19,7 @@ function offButton(layer, n) {
     const off = LIVE.off.has(name);
     button.setAttribute("aria-pressed", off);
     button.textContent = off ? "Switched off" : "Switch off";
+    button.setAttribute("aria-label", `${button.textContent} ${name}`);
     button.title = off ? `Switch ${name} on again` : `Switch ${name} off in the live view`;
   };
   button.addEventListener("click", () => {
@@ -68,6 +69,7 @@ function livePage() {
   result.addEventListener("switched", run);
   run();
   return el("div", { class: "live" }, el("h1", {}, "Live"),
+    el("p", { class: "hint" }, "Type a text and choose a position to see which tokens fire there. Switch tokens off and watch the loss and the continuation."),
     el("section", { class: "card" }, box, el("div", { class: "tools" }, status, offs)), result);
 }
 

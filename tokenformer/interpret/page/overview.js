@@ -18,7 +18,9 @@ function overview() {
     el("div", { class: "hero" },
       el("h1", {}, "What every token does"),
       el("p", {}, "Every projection of this model is attention over learned key-value pairs, its parameter tokens. ",
-        "A token fires where its key matches the input, and then adds its value.")),
+        "A token fires where its key matches the input, and then adds its value."),
+      el("p", { class: "hint" }, `Read: ${count(site.samples)} ${site.image ? "images" : "sequences"} of ${site.source}. `,
+        `A token fires where its weight is at least ${site.threshold}; its work is |weight| · ‖value‖.`)),
     el("ul", { class: "facts" }, facts.map(([value, label]) => el("li", {}, el("strong", {}, value), el("span", {}, label)))),
     site.clearest.length ? clearest(site) : null,
     grid(site),
@@ -32,10 +34,11 @@ function at(curve, share) {
 
 function clearest(site) {
   return card("The clearest tokens",
-    el("p", { class: "hint" }, site.image ? "Selective tokens, and the classes that their values promote."
-      : "Selective tokens that fire at the same text again and again. The words after the arrow are what the value of a token promotes."),
-    el("ul", { class: "clearest" }, site.clearest.map(([layer, n, parts, words, top]) => el("li", {},
-      el("a", { href: link(layer, n) }, el("span", { class: "name" }, `${layer}.${n}`), snippet(parts), thumbnail(top),
+    el("p", { class: "hint" }, site.image ? "Selective tokens, where they fire most, and the classes that their values promote."
+      : "Selective tokens whose strongest contexts agree: three of them each. The words after the arrow are what the value promotes."),
+    el("ul", { class: "clearest" }, site.clearest.map(([layer, n, snippets, tops, words]) => el("li", {},
+      el("a", { href: link(layer, n) }, el("span", { class: "name" }, `${layer}.${n}`),
+        el("span", { class: site.image ? "thumbs" : "lines" }, snippets.map(snippet), tops.map(thumbnail)),
         words.length ? el("span", { class: "leads" }, el("span", { "aria-label": "promotes" }, "→ "), chips(words)) : null)))));
 }
 
@@ -43,13 +46,13 @@ function grid(site) {
   const blocks = [...new Set(site.layers.map((layer) => layer.name.split(".")[0]))];
   const columns = Object.keys(PROJECTIONS);
   const head = el("tr", {}, el("th", { scope: "col" }, "block"),
-    columns.map((p) => el("th", { scope: "col", title: PROJECTIONS[p] }, p)));
+    columns.map((p) => el("th", { scope: "col" }, p, el("small", {}, ` ${PROJECTIONS[p]}`))));
   const rows = blocks.map((block) => el("tr", {}, el("th", { scope: "row" }, block), columns.map((p) => {
     const layer = TF.layer(`${block}.${p}`);
     const label = `${layerTitle(layer.name)}: ${count(layer.tokens)} tokens, a tenth of them do ${percent(at(layer.curve, 0.1))} of the work`;
     return el("td", {}, el("a", { href: `#/tokens?layer=${layer.name}`, title: label, "aria-label": label },
       spark(layer.curve, label), el("span", { class: "cell" }, el("span", {}, count(layer.tokens)), el("span", {}, percent(at(layer.curve, 0.1)))),
-      stacked(layer.ages.map(([age, n]) => [n / layer.tokens, age]), "ages")));
+      site.ages.length > 1 ? stacked(layer.ages.map(([age, n]) => [n / layer.tokens, age]), "ages") : null));
   })));
   return card("How the work is spread",
     el("p", { class: "hint" }, "Each curve adds up the work of a layer's tokens, the busiest first: the steeper, the fewer tokens carry it. ",

@@ -9,12 +9,13 @@ async function tokenPage(layer, n) {
   const facts = [
     [percent(token.frequency), `of ${site.image ? "patches" : "positions"}: fires`, "its weight is at least " + site.threshold],
     [number(token.largest), "largest weight", ""],
-    [`${number(token.work)} ×`, "an average token's work", "the sum of |weight| · ‖value‖, in this layer"],
-    [`${number(token.norm)} ×`, "an average share of the norm", "the norm that divides the scores of this layer"],
+    [times(token.work), "an average token's work", "the sum of |weight| · ‖value‖, in this layer"],
+    [times(token.norm), "an average share of the norm", "the norm that divides the scores of this layer"],
     [number(token.selectivity), "selectivity", COLUMNS[3][2]],
   ];
   const title = el("h1", {}, `${layer}.${n} `, el("small", {}, layerTitle(layer)));
-  const tags = el("p", { class: "tags" }, el("span", { class: "tag" }, ageDot(token.age), ageName(token.age)),
+  const tags = el("p", { class: "tags" },
+    site.ages.length > 1 ? el("span", { class: "tag" }, ageDot(token.age), ageName(token.age)) : null,
     token.dead ? el("span", { class: "tag warn" }, "does next to nothing") : null,
     TF.live ? offButton(layer, n) : null);
   const steps = el("nav", { class: "steps", "aria-label": "Neighboring tokens" },
@@ -26,11 +27,19 @@ async function tokenPage(layer, n) {
       el("div", { class: "side" },
         token.promoted.length ? lens(token) : null,
         card("Weights", histogram(token.histogram, site.threshold),
-          el("p", { class: "hint" }, "Positions by weight, on a logarithmic scale. Bright bars are where it fires.")),
+          el("p", { class: "hint" }, `${site.image ? "Patches" : "Positions"} by weight, on a logarithmic scale. Bright bars are where it fires. `,
+            `The mean weight is ${number(token.mean)}, the length of the key ${number(token.key)}, of the value ${number(token.value)}.`)),
         card("Similar tokens", el("div", { class: "likes" },
           await alike("by key: they fire at similar inputs", layer, token.likeKey),
           await alike("by value: they add similar outputs", layer, token.likeValue))))));
 }
+
+/* Arrow keys go to the token before and after, unless something else has the focus. */
+addEventListener("keydown", (event) => {
+  const rel = { ArrowLeft: "prev", ArrowRight: "next" }[event.key];
+  const free = [document.body, main].includes(document.activeElement);
+  if (rel && free && !event.altKey && !event.ctrlKey && !event.metaKey) main.querySelector(`.token a[rel=${rel}]`)?.click();
+});
 
 function step(layer, n, label) {
   const inside = n >= 0 && n < TF.layer(layer).tokens;
@@ -61,6 +70,6 @@ function lens(token) {
 async function alike(title, layer, rows) {
   const table = await TF.load(`table-${layer}`);
   return el("div", {}, el("h3", {}, title), el("ul", { class: "alike" }, rows.map(([n, cosine]) => el("li", {},
-    el("a", { href: link(layer, n) }, el("span", { class: "name" }, `${layer}.${n}`), snippet(table.snippets[n])),
+    el("a", { href: link(layer, n) }, el("span", { class: "name" }, `${layer}.${n}`), place(table, n)),
     el("span", { class: "figure", title: "cosine similarity" }, number(cosine))))));
 }
