@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tokenformer.growth.tokens.prefix import set_active_share, take_prefix
     from tokenformer.growth.tokens.prune import prune
     from tokenformer.growth.tokens.sparsify import sparsify
+    from tokenformer.growth.tokens.upcycle import upcycle
     from tokenformer.layers import (
         Pattention,
         TokenformerDecoderLayer,
@@ -81,6 +82,7 @@ _MODULES = {
     "grow_optimizer": "tokenformer.growth.grown_optimizer",
     "prune": "tokenformer.growth.tokens.prune",
     "sparsify": "tokenformer.growth.tokens.sparsify",
+    "upcycle": "tokenformer.growth.tokens.upcycle",
     "merge": "tokenformer.growth.tokens.merge",
     "join_modalities": "tokenformer.growth.tokens.join",
     "take_prefix": "tokenformer.growth.tokens.prefix",
@@ -117,6 +119,7 @@ __all__ = [
     "set_active_share",
     "sparsify",
     "take_prefix",
+    "upcycle",
 ]
 
 

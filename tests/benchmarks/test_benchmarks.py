@@ -14,13 +14,15 @@ from benchmarks import plot, results
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.harness import compare, ratio, scaling_exponents, time_interleaved
 from benchmarks.memory_usage import PeakMemory, in_new_process
+from benchmarks.sparse_decoding import FORMATS, ROUTED
 
 ROOT = Path(__file__).parent.parent.parent
 MODEL = "--width 64 --layers 1 --vocab 96"
 TINY = {
     "operator": "--shapes 8x16x24 8x16x48 12x16x24",
     "narrow": "--cases text --width 16 --square 64",
-    "sparse": "--rows 40 --width 16 --active 16 --group_size 8 --factors 1 2",
+    "sparse": "--rows 40 --training_width 16 --active 16 --group_size 8 --factors 1 2 --sizes 124m "
+    "--width 64 --tokens 12 --layers 1 --new_tokens 3 --decoding_group_sizes 8",
     "training": f"{MODEL} --tokens 16 --lengths 8 16 --ffn_tokens 24 --square 64",
     "decode": f"{MODEL} --sizes 27m --tokens 3 --contexts 4 --batches 1 2 --ffn_tokens 24",
     "growth": "--from tiny --to tiny-grown",
@@ -33,7 +35,9 @@ TINY = {
 NAMES = {
     "operator": {"released", "mlp", "reference", "direct", "streamed"},
     "narrow": {"tokenformer", "released", "Transformer", "GPT", "nanoGPT"},
-    "sparse": {"centroid, all", "centroid, chosen", "learned, chosen"},
+    "sparse": {"centroid, all", "centroid, chosen", "learned, chosen"}
+    | {f"{name}, {form}" for name in ("dense", "routed", "routed, chosen") for form in FORMATS}
+    | {f"{name}, {form}" for name in ROUTED for form in FORMATS},
     "training": {"auto", "released", "GPT-NeoX", "TransformerEncoder"},
     "decode": {"auto", "bf16", "int8", "int4", "released", "GPT-NeoX"},
     "growth": {"on disk", "in memory", "Net2Net"},

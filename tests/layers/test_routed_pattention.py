@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tokenformer.layers import Pattention, RoutedPattention
@@ -12,9 +14,12 @@ from tokenformer.layers.router import (
     CentroidRouter,
     LearnedRouter,
     balance_routers,
+    largest,
     reset_counts,
 )
 from tokenformer.ops import THETAS, routed_pattention
+from tokenformer.ops.backends.native import few_rows
+from tokenformer.ops.backends.native.library import library
 
 CASES = [("l2_gelu", "all"), *((theta, "chosen") for theta in THETAS)]
 routers = pytest.mark.parametrize("router", ROUTERS)
@@ -45,6 +50,8 @@ def test_all_groups_are_the_dense_layer(router, theta, norm, tokens):
         dtype=torch.float64,
     )
     layer.load_state_dict(dense.state_dict(), strict=False)
+    if router == "gated":
+        nn.init.zeros_(layer.router.weight)  # gates of 1
     x = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
     for mode in (True, False):
         torch.testing.assert_close(layer.train(mode)(x), dense(x), rtol=1e-12, atol=1e-13)
@@ -75,8 +82,9 @@ def test_rows_attend_to_the_groups_with_the_largest_scores(norm):
     torch.testing.assert_close(layer.eval()(3 * x), expected, msg="the length of x has no part")
 
 
-def test_no_active_groups():
-    layer = make_layer(0)
+@pytest.mark.parametrize("norm", ["all", "chosen"])
+def test_no_active_groups(norm):
+    layer = make_layer(0, norm=norm)
     x = torch.randn(5, 6, requires_grad=True)
     out = layer(x)
     out.sum().backward()
@@ -94,12 +102,19 @@ def test_a_bias_is_added_to_the_output():
     torch.testing.assert_close(layer(x), plain(x) + torch.arange(4.0))
 
 
-def test_ties_choose_as_many_groups():
-    layer = make_layer(3)
-    with torch.no_grad():
-        layer.key_tokens.copy_(layer.key_tokens[:1].expand(30, -1))
-    groups, _ = layer.router(torch.randn(9, 6), layer.centroids(), 3)
-    assert all(len(set(row)) == 3 for row in groups.tolist())
+def test_of_equal_groups_the_first_are_chosen():
+    scores = torch.tensor([0.0, 2.0, -1.0, -0.0, 2.0, 0.0, 3.0, torch.inf]).repeat(30)
+    scores = torch.stack([scores, -scores, torch.zeros_like(scores)])
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    for k in (0, 1, 7, 100, scores.shape[1]):
+        found = largest(scores, k).sort(-1).values
+        assert torch.equal(found, order[:, :k].sort(-1).values)
+        assert torch.equal(largest(scores.double(), k).sort(-1).values, found)
+
+
+def test_nan_scores_choose_as_many_groups():
+    groups = largest(torch.full((2, 9), torch.nan), 4)
+    assert all(len(set(row)) == 4 for row in groups.tolist())
 
 
 def test_active_groups_can_change():
@@ -118,7 +133,7 @@ def test_gradients_reach_what_is_trained(router):
     layer = make_layer(2, router=router)
     layer(torch.randn(9, 6)).square().sum().backward()
     parameters = dict(layer.named_parameters())
-    assert ("router.weight" in parameters) == (router == "learned")
+    assert ("router.weight" in parameters) == (router != "centroid")
     assert all(parameter.grad.abs().sum() > 0 for parameter in parameters.values())
 
 
@@ -126,7 +141,7 @@ def test_the_gate_of_a_learned_router_is_one():
     """Straight through: the output has no gates, the router's gradient is that of sigmoids."""
     layer = make_layer(2, router="learned", dtype=torch.float64)
     x = torch.randn(9, 6, dtype=torch.float64)
-    groups, gates = layer.router(x, layer.centroids(), 2)
+    groups, gates = layer.router(x, layer.directions(), 2)
     assert (gates == 1).all()
     found = torch.autograd.grad(layer(x).square().sum(), layer.router.weight)[0]
     # By hand: dL/dlogit = sigmoid' <dL/dout, output of the group>.
@@ -147,12 +162,35 @@ def test_the_gate_of_a_learned_router_is_one():
     torch.testing.assert_close(found, wanted)
 
 
+def test_a_gated_router_scales_its_groups():
+    """Twice the sigmoid of the score; the gradients are those of the reference."""
+    layer = make_layer(2, router="gated", dtype=torch.float64)
+    x = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
+    groups = layer.router(x, layer.centroids(), 2)[0]
+    scores = nn.functional.rms_norm(x, (6,)) @ layer.router.weight.T
+    expected = routed_pattention(
+        x,
+        layer.key_tokens,
+        layer.value_tokens,
+        groups,
+        group_size=4,
+        gates=2 * scores.gather(1, groups).sigmoid(),
+        backend="reference",
+    )
+    torch.testing.assert_close(layer(x), expected)
+    inputs = [x, *layer.parameters()]
+    found, wanted = (
+        torch.autograd.grad(out.square().sum(), inputs) for out in (layer(x), expected)
+    )
+    torch.testing.assert_close(found, wanted)
+
+
 def test_scores_have_unit_spread_at_the_start():
     torch.manual_seed(0)
     for router in ROUTERS:
         layer = RoutedPattention(64, 64, 2048, active_groups=4, router=router)
         x = layer.router.normalized(100 * torch.randn(500, 64))
-        scores = layer.router.scores(x, layer.centroids())
+        scores = layer.router.scores(x, layer.directions())
         assert scores.std().item() == pytest.approx(1, rel=0.1)
 
 
@@ -207,7 +245,7 @@ def test_the_bias_changes_the_choice_and_not_the_weights():
     x = torch.randn(5, 6)
     with torch.no_grad():
         layer.router.bias[6] = 100.0
-    groups, gates = layer.router(x, layer.centroids(), 1)
+    groups, gates = layer.router(x, layer.directions(), 1)
     assert (groups == 6).all()
     assert (gates == 1).all()
 
@@ -318,7 +356,7 @@ def test_learns_to_route():
         ({"group_size": 0}, "group_size=0"),
         ({"active_groups": 9}, "active_groups=9 must be from 0 to 8"),
         ({"active_groups": -1}, "active_groups=-1"),
-        ({"router": "hash"}, "router='hash'.*centroid, learned"),
+        ({"router": "hash"}, "router='hash'.*centroid, gated, learned"),
         ({"norm": "some"}, "norm='some'"),
         ({"theta": "softmax"}, "norm='all' with theta='softmax'"),
         ({"in_features": 0}, "in_features=0"),
@@ -340,3 +378,50 @@ def test_a_prefix_of_active_tokens_is_refused():
 def test_repr_shows_the_routing():
     assert "group_size=4, active_groups=3, norm='all'" in repr(make_layer())
     assert isinstance(make_layer(router="learned").router, LearnedRouter)
+
+
+@pytest.mark.skipif(library() is None, reason="no C++ compiler")
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 16),
+    sizes=st.tuples(st.integers(1, 70), st.integers(1, 90), st.integers(1, 40)),
+    group_size=st.integers(1, 95),
+    share=st.floats(0, 1),
+    case=st.sampled_from(CASES),
+    router=st.sampled_from(ROUTERS),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    threads=st.sampled_from([1, 3]),
+    seed=st.integers(0, 2**16),
+)
+def test_native_code_for_a_few_rows(
+    rows, sizes, group_size, share, case, router, dtype, threads, seed
+):
+    """Against dense scores of the groups that the router chooses."""
+    torch.manual_seed(seed)
+    d_in, n, d_out = sizes
+    theta, norm = case
+    k = round(share * -(-n // group_size))
+    options = {"group_size": group_size, "theta": theta, "norm": norm}
+    layer = RoutedPattention(
+        d_in, d_out, n, active_groups=k, router=router, bias=True, dtype=dtype, **options
+    ).eval()
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(few_rows, "threads_for", lambda size: threads)
+        layer.router.bias.normal_()
+        layer.bias.normal_()
+        x = torch.randn(rows, d_in, dtype=dtype)
+        assert layer.supports_native(x)
+        groups, _ = layer.router(x, layer.directions(), k)
+        wide = (tensor.double() for tensor in (x, layer.key_tokens, layer.value_tokens))
+        scale = layer.routed_scale
+        wanted = routed_pattention(
+            *wide, groups, scale_tokens=scale, backend="reference", **options
+        )
+        wanted += layer.bias
+        found = layer(x)
+    assert found.dtype == dtype
+    # GELU has as many digits after the point as its input, here up to sqrt(n).
+    rounding = (
+        torch.finfo(dtype).eps * wanted.abs().max() + 2e-6 * n * layer.value_tokens.abs().max()
+    )
+    assert (found.double() - wanted).abs().max() <= rounding

@@ -59,7 +59,7 @@ ROUTED_OPTIONS: list[dict[str, Any]] = [
     {"active_groups": {"ffn": 3}, "group_size": 8, "router": "centroid"},
     {"active_groups": {"ffn": [2, None], "q": 3, "o": 1}, "group_size": 7, "router": "learned"},
     {"active_groups": {"ffn": 3, "k": 1}, "num_key_value_heads": 2, "theta_norm": "chosen"},
-    {"active_groups": {"ffn": 3}, "theta": "gelu_l2", "router": "learned"},
+    {"active_groups": {"ffn": 3}, "theta": "gelu_l2", "router": "gated"},
     {"active_groups": {"ffn": 3, "v": 1}, "routed_bias": True, "num_key_value_heads": 2},
 ]
 TRANSFORMER_OPTIONS: list[dict[str, Any]] = [

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tokenformer.layers import Pattention
+from tokenformer.layers import Pattention, RoutedPattention
 from tokenformer.layers.int4 import GROUP, Int4Pattention
 from tokenformer.layers.int8 import Int8Pattention, quantize
 from tokenformer.layers.quantized import QuantizedPattention
+from tokenformer.layers.quantized_routing import RoutedInt4Pattention, RoutedInt8Pattention
 from tokenformer.ops import THETAS, pattention
 from tokenformer.ops.backends.native import few_rows
 from tokenformer.ops.backends.native import library as building
@@ -221,3 +222,22 @@ def test_rounding_rows_costs_little(build, kind, share):
     truth = pattention(*inputs, backend="reference")
     wanted = pattention(x.double(), *layer.dequantized(torch.float64), backend="reference")
     assert (run(layer, x).double() - wanted).norm() < share * (wanted - truth).norm()
+
+
+@needs_compiler
+@both
+@pytest.mark.parametrize("rows", [1, 3, 16, 40])
+@pytest.mark.parametrize(("theta", "norm"), [("l2_gelu", "all"), ("softmax", "chosen")])
+def test_routed_layers(build, kind, rows, theta, norm):
+    """Against the dequantized tokens of the same groups."""
+    torch.manual_seed(0)
+    routed = RoutedInt8Pattention if kind is Int8Pattention else RoutedInt4Pattention
+    share = 1e-3 if kind is Int8Pattention else 0.05
+    for n, size, k in [(300, 32, 5), (301, 32, 10), (200, 64, 1), (20, 32, 1), (99, 32, 0)]:
+        options = {"group_size": size, "active_groups": k, "norm": norm, "theta": theta}
+        exact = RoutedPattention(70, 33, n, **options, bias=True)
+        exact.router.bias.normal_()
+        exact.bias.data.normal_()
+        layer, x = routed(exact), torch.randn(rows, 70)
+        found, wanted = run(layer, x), layer.attend(x.double())
+        assert (found - wanted).norm() <= share * wanted.norm()

@@ -12,6 +12,7 @@ from tests.support.backends import assert_close, random_inputs
 from tests.support.theta import expected_weights
 from tokenformer.ops import THETAS, pattention, routed_pattention
 from tokenformer.ops.backends import derivatives, grouped, score_norm, streamed
+from tokenformer.ops.backends.native import few_rows
 from tokenformer.ops.backends.native import routed as native_routed
 from tokenformer.ops.backends.native.library import library
 
@@ -210,12 +211,15 @@ def test_norms_of_scores(rows, with_root, monkeypatch):
 
 
 def test_norms_without_a_factor():
-    """Fewer keys than channels have a singular Gram matrix."""
-    x, keys = random_inputs((40, 16), (8, 16), dtype=torch.float32)
-    root = streamed.gram_root(keys.detach())
-    wanted = (x @ keys.T).norm(dim=1, keepdim=True)
-    for norms in (score_norm.score_norms(x, keys), score_norm.score_norms(x, keys, root)):
-        assert_close([norms], [wanted], 1e-6)
+    """Fewer keys than channels have a singular Gram matrix, and so have keys that are alike."""
+    for tokens, spread in ((8, 1.0), (30, 1e-7), (30, 0.0)):
+        x, keys = random_inputs((40, 16), (tokens, 16), dtype=torch.float32)
+        keys = (keys[:1] + spread * keys).detach()
+        wanted = (x @ keys.T).norm(dim=1, keepdim=True)
+        root = score_norm.exact_gram_root(keys)
+        assert torch.equal(root, root.triu())
+        for norms in (score_norm.score_norms(x, keys), score_norm.score_norms(x, keys, root)):
+            assert_close([norms], [wanted], 1e-6)
 
 
 @cases
@@ -274,36 +278,28 @@ def test_it_is_one_product_per_group(monkeypatch):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_native_code_for_few_rows(theta, norm, dtype, threads, monkeypatch):
     assert library() is not None, "there is a compiler where the tests run"
-    monkeypatch.setattr(native_routed, "threads_for", lambda size: threads)
+    monkeypatch.setattr(few_rows, "threads_for", lambda size: threads)
+    native: list[None] = []
+    run = native_routed.run
+    monkeypatch.setattr(native_routed, "run", lambda *given: native.append(None) or run(*given))
     for rows, d_in, n, d_out, size, k in [
         (1, 16, 50, 24, 8, 3),
         (5, 33, 40, 7, 3, 14),
         (16, 9, 20, 1, 30, 1),
     ]:
-        x, keys, values, gates = (
-            tensor.detach()
-            for tensor in random_inputs(
-                (rows, d_in), (n, d_in), (n, d_out), (rows, k), dtype=torch.float32
-            )
-        )
-        tokens = keys.to(dtype), values.to(dtype)
+        shapes = (rows, d_in), (n, d_in), (n, d_out)
+        inputs = [tensor.detach() for tensor in random_inputs(*shapes, dtype=dtype)]
         groups = random_groups(rows, count=-(-n // size), k=k)
         options = {"group_size": size, "theta": theta, "norm": norm, "eps": 1e-3}
-        for factors in (None, gates):
-            assert native_routed.supports(x.to(dtype), *tokens)
-            found = routed_pattention(x.to(dtype), *tokens, groups, gates=factors, **options)
-            wide = (tensor.double() for tensor in (x.to(dtype), *tokens))
-            wanted = routed_pattention(
-                *wide,
-                groups,
-                gates=None if factors is None else factors.double(),
-                backend="reference",
-                **options,
-            )
-            assert found.dtype == dtype
-            scale = wanted.abs().max()
-            rounding = 2e-6 if dtype == torch.float32 else 8e-3
-            torch.testing.assert_close(found.double(), wanted, rtol=0, atol=rounding * scale)
+        calls = len(native)
+        found = routed_pattention(*inputs, groups, **options)
+        wide = (tensor.double() for tensor in inputs)
+        wanted = routed_pattention(*wide, groups, backend="reference", **options)
+        assert len(native) == calls + 1
+        assert found.dtype == dtype
+        scale = wanted.abs().max()
+        rounding = 2e-6 if dtype == torch.float32 else 8e-3
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=rounding * scale)
 
 
 def test_native_code_checks_the_groups():

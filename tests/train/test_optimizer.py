@@ -61,6 +61,21 @@ def test_the_rate_law_is_per_layer_and_projection(make_config):
     assert expected.keys() <= found.keys()
 
 
+@pytest.mark.parametrize(
+    ("router", "factor"), [("gated", 0.25), ("learned", 0.25), ("centroid", 1)]
+)
+def test_routed_layers_under_the_rate_law(make_config, router, factor):
+    """The tokens that a row visits count; routers learn more slowly."""
+    routing = {"active_groups": {"ffn": 2}, "group_size": 8, "router": router}
+    model = tokenformer.TokenformerForCausalLM(make_config("tokenformer", **routing))
+    optimizer = make_optimizer(model, OptimizerOptions(rate_law="tokens", reference_tokens=32))
+    set_rate(optimizer, 1.0)
+    rates = rates_by_name(optimizer, model)
+    assert rates["model.layers.0.ffn.value_tokens"] == 32 / 16
+    expected = None if router == "centroid" else 0.25
+    assert rates.get("model.layers.0.ffn.router.weight") == expected
+
+
 def test_under_the_rate_law_a_step_on_the_values_moves_the_output_equally_with_any_tokens():
     """What the law is for: the first step of AdamW towards the same output for all rows."""
 

@@ -80,6 +80,10 @@ class QuantizedPattention(QuantizedLayer):
         if self.supports_native(x):
             theta = few_rows.theta_struct(self.theta, self.approximate, self.eps)
             return few_rows.pattention(x, self.pointers(), self.key_tokens.dtype, theta)
+        return self.attend(x)
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Dequantize the tokens and attend to them."""
         return pattention(
             x,
             *self.dequantized(x.dtype),

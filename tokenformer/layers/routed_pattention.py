@@ -4,33 +4,117 @@ layer = RoutedPattention(768, 768, num_tokens=12288, group_size=32, active_group
 y = layer(x)        # [..., 768] -> [..., 768]; a row visits 48 * 32 of the 12288 tokens
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tokenformer.layers.pattention import Pattention
-from tokenformer.layers.router import ROUTERS, CentroidRouter, LearnedRouter, Router
-from tokenformer.ops.backends.streamed import gram_root
+from tokenformer.layers.pattention import Pattention, has_hooks
+from tokenformer.layers.router import (
+    LINEAR_ROUTERS,
+    ROUTERS,
+    CentroidRouter,
+    LearnedRouter,
+    Router,
+    directions_of,
+)
+from tokenformer.ops.backends.auto import can_use_native, is_plain
+from tokenformer.ops.backends.native import few_rows
+from tokenformer.ops.backends.native.library import Tokens
+from tokenformer.ops.backends.native.routed import routing
+from tokenformer.ops.backends.score_norm import exact_gram_root, pack_upper, unpack_upper
 from tokenformer.ops.routed_pattention import check_norm, routed_pattention
+from tokenformer.ops.theta import accumulation_dtype
 
 
 class KeySummary(NamedTuple):
     """What routing needs of the keys."""
 
-    centroids: Tensor  # [groups, d_in]
+    directions: Tensor | None  # [groups, d_in]
+    """Of the mean keys of the groups; None if the router does not use them."""
     gram_root: Tensor | None
-    """Factor of the Gram matrix, for the norm over all tokens; None while the keys are trained."""
+    """Factor of the Gram matrix, packed, for the norm over all tokens; None while the keys are
+    trained."""
 
 
-class RoutedPattention(Pattention):
+class GroupRouting:
+    """The groups of a layer's tokens: of `RoutedPattention` and of quantized layers made of it."""
+
+    num_tokens: Any
+    in_features: Any
+    scale_tokens: Any
+    group_size: int
+    norm: str
+    router: Router
+    bias: Tensor | None
+    _active_groups: int
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.num_tokens // self.group_size)
+
+    @property
+    def active_groups(self) -> int:
+        """Groups that each row attends to; can be changed at any time."""
+        return self._active_groups
+
+    @active_groups.setter
+    def active_groups(self, count: int) -> None:
+        check_groups(self.num_tokens, self.group_size, count)
+        self._active_groups = count
+
+    @property
+    def tokens_per_row(self) -> int:
+        return min(self.num_tokens, self._active_groups * self.group_size)
+
+    @property
+    def routed_scale(self) -> float | Tensor:
+        """The scale of the tokens in the norm."""
+        if self.norm == "all":
+            return self.scale_tokens
+        share = max(1, self.tokens_per_row) / self.num_tokens  # exactly 1 if all are active
+        return self.scale_tokens * share
+
+    @property
+    def root_rows(self) -> int:
+        """Rows of the factor of the Gram matrix."""
+        return min(self.num_tokens, self.in_features)
+
+    def unpacked(self, gram_root: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """Return the factor of the Gram matrix for rows of this dtype."""
+        if gram_root is None:
+            return None
+        wide = gram_root.to(accumulation_dtype(dtype))
+        return unpack_upper(wide, self.root_rows, self.in_features)
+
+    def describe_routing(self) -> str:
+        return (
+            f"group_size={self.group_size}, active_groups={self.active_groups}, norm={self.norm!r}"
+        )
+
+    def has_plain_router(self) -> bool:
+        """Whether native code can do what calling the router does."""
+        parts = (*self.router.parameters(), self.router.bias)
+        return (
+            type(self.router) in NATIVE_ROUTERS
+            and "forward" not in self.router.__dict__
+            and not has_hooks(self.router)
+            and is_plain(*parts, *(() if self.bias is None else (self.bias,)))
+        )
+
+
+NATIVE_ROUTERS: set[type[nn.Module]] = {CentroidRouter, LearnedRouter}
+
+
+class RoutedPattention(GroupRouting, Pattention):
     """`Pattention` in which a router chooses groups of tokens for every row.
 
     Args:
         group_size: tokens per group; groups are consecutive tokens, the last one may be smaller.
         active_groups: groups that each row attends to.
-        router: `learned` scores the groups by a linear layer; `centroid` by their mean keys and has
-            no parameters.
+        router: `gated` scores the groups by a linear layer, and a group's score also scales what
+            its tokens add; `learned` scores them by a linear layer; `centroid` by their mean keys
+            and has no parameters.
         norm: `all`, theta's norm over the scores of all tokens, for theta `l2_gelu` only; or
             `chosen`, over those of the chosen groups. With `chosen` the scale is the share of the
             tokens that are active times `scale_tokens`.
@@ -53,7 +137,7 @@ class RoutedPattention(Pattention):
         *,
         group_size: int = 32,
         active_groups: int,
-        router: str = "learned",
+        router: str = "gated",
         norm: str = "all",
         balance_rate: float = 0.01,
         bias: bool = False,
@@ -86,30 +170,12 @@ class RoutedPattention(Pattention):
         self.router = (
             CentroidRouter(self.num_groups, balance_rate=balance_rate, device=device)
             if router == "centroid"
-            else LearnedRouter(
+            else LINEAR_ROUTERS[router](
                 self.num_groups, in_features, balance_rate=balance_rate, device=device, dtype=dtype
             )
         )
         self.bias = nn.Parameter(torch.zeros_like(self.value_tokens[0])) if bias else None
         self._summary: tuple[object, KeySummary] | None = None
-
-    @property
-    def num_groups(self) -> int:
-        return -(-self.num_tokens // self.group_size)
-
-    @property
-    def active_groups(self) -> int:
-        """Groups that each row attends to; can be changed at any time."""
-        return self._active_groups
-
-    @active_groups.setter
-    def active_groups(self, count: int) -> None:
-        check_groups(self.num_tokens, self.group_size, count)
-        self._active_groups = count
-
-    @property
-    def tokens_per_row(self) -> int:
-        return min(self.num_tokens, self._active_groups * self.group_size)
 
     @property
     def active_tokens(self) -> int | None:
@@ -126,10 +192,11 @@ class RoutedPattention(Pattention):
 
     def forward(self, x: Tensor) -> Tensor:
         summary = self.key_summary()
-        groups, gates = self.router(x, summary.centroids, self._active_groups)
-        scale = self.scale_tokens
-        if self.norm == "chosen":
-            scale = scale * (self.tokens_per_row / self.num_tokens)  # exactly 1 if all are active
+        pointers = self.pointers(summary) if self.supports_native(x) else None
+        if pointers is not None:
+            theta = few_rows.theta_struct(self.theta, self.approximate, self.eps)
+            return few_rows.pattention(x, pointers, self.key_tokens.dtype, theta)
+        groups, gates = self.router(x, summary.directions, self._active_groups)
         out = routed_pattention(
             x,
             self.key_tokens,
@@ -138,47 +205,83 @@ class RoutedPattention(Pattention):
             group_size=self.group_size,
             norm=self.norm,
             gates=gates,
-            scale_tokens=scale,
+            scale_tokens=self.routed_scale,
             theta=self.theta,
             approximate=self.approximate,
             eps=self.eps,
-            gram_root=summary.gram_root,
+            gram_root=self.unpacked(summary.gram_root, x.dtype),
             backend=self.backend,
         )
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
+    def supports_native(self, x: Tensor) -> bool:
+        """Whether native code can route these rows and attend to their tokens, with `pointers`."""
+        return (
+            self.keeps_summary()
+            and self.backend == "auto"
+            and not isinstance(self.scale_tokens, Tensor)
+            and self.has_plain_router()
+            and can_use_native(x, self.key_tokens, self.value_tokens)
+        )
+
+    def pointers(self, summary: KeySummary) -> Tokens | None:
+        """Return pointers for native code, valid as long as the summary; None if it cannot use
+        them."""
+        tokens = few_rows.token_pointers(self.key_tokens, self.value_tokens, self.routed_scale)
+        found = routing(
+            self.group_size,
+            self._active_groups,
+            router=self.router.rows(summary.directions),
+            bias=self.router.bias,
+            root=summary.gram_root,
+            root_rows=self.root_rows,
+            shift=self.bias,
+        )
+        if found is None:
+            return None
+        tokens.routing = found
+        return tokens
+
+    def keeps_summary(self) -> bool:
+        """Whether the keys stay the same, as in evaluation."""
+        changing = self.training or torch.is_grad_enabled() or torch.compiler.is_compiling()
+        return not changing and not self.key_tokens.is_inference()
+
     def key_summary(self) -> KeySummary:
         """Return the summary of the keys. In evaluation mode it is kept until they change."""
+        if not self.keeps_summary():
+            return KeySummary(self.directions(), None)
         keys = self.key_tokens
-        trains = self.training or torch.is_grad_enabled()
-        if trains or torch.compiler.is_compiling() or keys.is_inference():
-            return KeySummary(self.centroids(), None)
-        version = (keys.data_ptr(), keys._version, keys.dtype)
+        version = (keys.data_ptr(), keys._version, keys.dtype, self.norm)
         if self._summary is None or self._summary[0] != version:
-            root = gram_root(keys) if self.norm == "all" else None
-            self._summary = version, KeySummary(self.centroids(), root)
+            root = pack_upper(exact_gram_root(keys)) if self.norm == "all" else None
+            self._summary = version, KeySummary(self.directions(), root)
         return self._summary[1]
 
     @torch.no_grad()
-    def centroids(self) -> Tensor:
-        """Return the mean keys of the groups [groups, d_in]."""
-        keys, size = self.key_tokens, self.group_size
-        whole = self.num_tokens // size
-        means = keys[: whole * size].unflatten(0, (whole, size)).mean(1)
-        if whole == self.num_groups:
-            return means
-        return torch.cat([means, keys[whole * size :].mean(0, keepdim=True)])
+    def directions(self) -> Tensor | None:
+        """Return the mean keys of the groups [groups, d_in] at unit length, for a router that has
+        no parameters."""
+        if isinstance(self.router, LearnedRouter):
+            return None
+        return directions_of(group_means(self.key_tokens, self.group_size))
 
     def train(self, mode: bool = True) -> "RoutedPattention":
-        self._summary = None  # FSDP2 may gather other keys at the same address
+        if mode:
+            self._summary = None  # FSDP2 may gather other keys at the same address
         super().train(mode)
         return self
 
     def extra_repr(self) -> str:
-        return (
-            f"{super().extra_repr()}, group_size={self.group_size}, "
-            f"active_groups={self.active_groups}, norm={self.norm!r}"
-        )
+        return f"{super().extra_repr()}, {self.describe_routing()}"
+
+
+def group_means(keys: Tensor, group_size: int) -> Tensor:
+    """Return the mean keys [groups, d] of consecutive tokens [n, d]."""
+    whole = len(keys) // group_size
+    means = keys[: whole * group_size].unflatten(0, (whole, group_size)).mean(1)
+    rest = keys[whole * group_size :]
+    return torch.cat([means, rest.mean(0, keepdim=True)]) if len(rest) else means
 
 
 def check_groups(num_tokens: int, group_size: int, active_groups: int) -> None:

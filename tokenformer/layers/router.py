@@ -40,18 +40,23 @@ class Router(nn.Module):
         # Not a buffer: DDP would overwrite the counts of all ranks with those of the first.
         self.counts: Tensor | None = None
 
-    def forward(self, x: Tensor, centroids: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, directions: Tensor | None, k: int) -> tuple[Tensor, Tensor | None]:
         """Return the k groups of every row of `x` [..., d], and their gates; None for gates of 1.
-        `centroids` [groups, d] are the mean keys of the groups."""
+        A router without parameters needs the `directions` [groups, d] of the groups."""
         with no_autocast(x):
-            scores = self.scores(self.normalized(x), centroids)  # [..., groups]
-            groups = (scores.detach() + self.bias).topk(k).indices  # [..., k]
+            scores = self.scores(self.normalized(x), directions)  # [..., groups]
+            groups = largest(scores.detach() + self.bias, k)  # [..., k]
             if self.training and torch.is_grad_enabled():
                 self.count(groups)
             return groups, self.gates(scores, groups)
 
+    def scores(self, x: Tensor, directions: Tensor | None) -> Tensor:
+        """Return the scores [..., groups] of normalized rows."""
+        return x @ self.rows(directions).to(x.dtype).T
+
     @abstractmethod
-    def scores(self, x: Tensor, centroids: Tensor) -> Tensor: ...
+    def rows(self, directions: Tensor | None) -> Tensor:
+        """Return what a normalized row is multiplied with [groups, d]."""
 
     @abstractmethod
     def gates(self, scores: Tensor, groups: Tensor) -> Tensor | None: ...
@@ -86,9 +91,9 @@ class CentroidRouter(Router):
     """The score of a group is the cosine of a row and its mean key, times sqrt(d). It has no
     parameters and moves with the keys."""
 
-    def scores(self, x: Tensor, centroids: Tensor) -> Tensor:
-        wide = centroids.detach().to(x.dtype)
-        return x.detach() @ F.normalize(wide, dim=-1).T  # a zero key scores zero
+    def rows(self, directions: Tensor | None) -> Tensor:
+        assert directions is not None
+        return directions
 
     def gates(self, scores: Tensor, groups: Tensor) -> Tensor | None:
         return None
@@ -118,15 +123,46 @@ class LearnedRouter(Router):
         if not self.weight.is_meta:
             nn.init.normal_(self.weight, std=in_features**-0.5)
 
-    def scores(self, x: Tensor, centroids: Tensor) -> Tensor:
-        return x @ self.weight.to(x.dtype).T
+    def rows(self, directions: Tensor | None) -> Tensor:
+        return self.weight
 
     def gates(self, scores: Tensor, groups: Tensor) -> Tensor | None:
+        if not torch.is_grad_enabled():
+            return None
         shares = scores.gather(-1, groups).sigmoid()
         return 1 + (shares - shares.detach())
 
 
-ROUTERS = ("centroid", "learned")
+class GatedRouter(LearnedRouter):
+    """A linear layer scores the groups, and the weights of a group's tokens are multiplied by its
+    gate, twice the sigmoid of its score.
+
+    The gradient of the router is exact, and a group that hardly fits a row adds little to it. With
+    all groups active the layer is a dense one only if all scores are zero.
+    """
+
+    def gates(self, scores: Tensor, groups: Tensor) -> Tensor | None:
+        return 2 * scores.gather(-1, groups).sigmoid()
+
+
+LINEAR_ROUTERS = {"gated": GatedRouter, "learned": LearnedRouter}
+ROUTERS = ("centroid", *LINEAR_ROUTERS)
+
+
+def directions_of(centroids: Tensor) -> Tensor:
+    """Return the mean keys [groups, d] at unit length; a mean of zero stays zero."""
+    wide = centroids.to(accumulation_dtype(centroids.dtype))
+    return F.normalize(wide, dim=-1).to(centroids.dtype)
+
+
+def largest(scores: Tensor, k: int) -> Tensor:
+    """Return the indices of the k largest scores [..., n], in any order. Of equal ones the first
+    are taken; `topk` leaves that open, so that native code could not choose the same."""
+    order = (scores.float() + 0.0).view(torch.int32)  # without negative zeros
+    order ^= (order >> 31).bitwise_and_(0x7FFFFFFF)  # integers in the order of the numbers
+    ranks = order.long().bitwise_left_shift_(32)
+    ranks -= torch.arange(scores.shape[-1], device=scores.device)
+    return ranks.topk(k, sorted=False).indices
 
 
 class RouterLoad(NamedTuple):

@@ -299,7 +299,7 @@ def _routed_groups(config: BlockConfig, projection: str) -> list[int]:
 
 
 def _router_parameters(config: BlockConfig) -> int:
-    if not isinstance(config, TokenConfig) or config.router != "learned":
+    if not isinstance(config, TokenConfig) or config.router == "centroid":
         return 0
     return config.hidden_size * sum(sum(_routed_groups(config, p)) for p in PROJECTIONS)
 
@@ -398,14 +398,14 @@ def _projection_bytes(config: LanguageConfig, part: str, rows: int) -> int:
 def _routed_bytes(config: TokenformerConfig, active: int, groups: int, rows: int) -> int:
     """Bytes a routed projection saves besides its input: the scores of the active groups, their
     indices and the statistics of theta; for the norm over all tokens the norm, whether it is zero,
-    and the factor of the Gram matrix; for a learned router the normalized input, the scores of all
-    groups and the gates."""
+    and the factor of the Gram matrix; for a router with weights the normalized input, the scores of
+    all groups and the gates."""
     d = config.hidden_size
     floats = rows * (active * config.group_size + 2) + 1
     others = INDEX_BYTES * rows * active
     if config.theta_norm == "all":
         floats += 2 * rows + (d * d if rows >= d else 0)
         others += rows
-    if config.router == "learned":
+    if config.router != "centroid":
         floats += rows * (d + 1 + groups + 2 * active)
     return FLOAT_BYTES * floats + others

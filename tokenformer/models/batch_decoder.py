@@ -53,9 +53,10 @@ class BatchDecoder:
         return len(self.adapters)
 
     @torch.no_grad()
-    def add(self, ids: Tensor, adapter: str | None = None) -> Tensor:
+    def add(self, ids: Tensor, adapter: str | None = None, **images: Tensor) -> Tensor:
         """Run the prompt ids [1, T] of a sequence, which is the last one from then on; return the
-        logits [1, vocab_size] of its next token. If that raises, nothing has changed."""
+        logits [1, vocab_size] of its next token. If that raises, nothing has changed. `images` are
+        the `pixel_values` of a vision-language model."""
         with self.select([adapter]) as model:
             cache = preallocate(DynamicCache(config=model.config))
             outputs = model(
@@ -64,6 +65,7 @@ class BatchDecoder:
                 use_cache=True,
                 logits_to_keep=1,
                 return_dict=True,
+                **images,
             )
         self.batch.add(cache)
         self.adapters.append(adapter)

@@ -29,7 +29,7 @@ CHOICES: dict[str, tuple[str | bool, ...]] = {
     "residual": ("sequential", "parallel"),
     "hidden_act": ("gelu", "gelu_tanh"),
     "theta": ("l2_gelu", "gelu_l2", "l1_gelu", "softmax"),
-    "router": ("centroid", "learned"),
+    "router": ("centroid", "learned", "gated"),
     "theta_norm": ("all", "chosen"),
     "routed_bias": (True, False),
     "mlp": ("gelu", "swiglu"),

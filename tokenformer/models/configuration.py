@@ -5,7 +5,6 @@ family (`TokenConfig`, `MatrixConfig`). Two models of the same modality differ o
 """
 
 import math
-from dataclasses import fields
 from typing import Any, ClassVar
 
 from transformers.models.auto.configuration_auto import AutoConfig
@@ -25,6 +24,7 @@ from tokenformer.models.presets import (
 )
 
 PROJECTIONS = ("q", "k", "v", "o", "ffn")
+TOKEN_OPTIONS = ("qkv_tokens", "output_tokens", "ffn_tokens", "q_tokens", "k_tokens", "v_tokens")
 
 Tokens = int | list[int]
 """Number of parameter tokens: one for all layers, or one per layer."""
@@ -59,8 +59,8 @@ class TokenConfig(BlockConfig):
             others are skipped: `{"q" | "k" | "v" | "o" | "ffn": an int, or an int or null per
             layer}`. Projections that are not named, and layers with null, are dense.
         group_size: tokens per group.
-        router: how groups are chosen: `learned`, by a linear layer, or `centroid`, by their mean
-            keys.
+        router: how groups are chosen: `gated`, by a linear layer whose scores also scale what the
+            groups add; `learned`, by a linear layer; or `centroid`, by their mean keys.
         theta_norm: the scores in the norm of a routed projection: `all`, the default for theta
             `l2_gelu` and possible only there, or `chosen`, those of the chosen groups.
         balance_rate: how far the bias of a router moves per optimizer step to balance the load.
@@ -90,7 +90,7 @@ class TokenConfig(BlockConfig):
     theta_eps: float = INFERRED
     active_groups: dict[str, Any] | None = None
     group_size: int = 32
-    router: str = "learned"
+    router: str = "gated"
     theta_norm: str = INFERRED
     balance_rate: float = 0.01
     routed_bias: bool = False
@@ -181,9 +181,9 @@ class TokenConfig(BlockConfig):
 
     def _check(self) -> None:
         super()._check()
-        for name in [field.name for field in fields(self) if field.name.endswith("_tokens")]:
+        for name in TOKEN_OPTIONS:
             value = getattr(self, name)
-            if name == "scale_tokens" or value is None:
+            if value is None:
                 continue
             if isinstance(value, list | tuple):
                 setattr(self, name, list(value))

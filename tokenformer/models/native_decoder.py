@@ -26,24 +26,29 @@ from tokenformer.layers import (
     ModalityPattention,
     NoPositions,
     Pattention,
+    RoutedPattention,
 )
 from tokenformer.layers.int4 import Int4Pattention
 from tokenformer.layers.int8 import Int8Embedding, Int8Linear, Int8Pattention
 from tokenformer.layers.norm import RMSNorm
 from tokenformer.layers.positions import RotaryPositions, Rotation
 from tokenformer.layers.quantized import QuantizedPattention
+from tokenformer.layers.quantized_routing import RoutedInt4Pattention, RoutedInt8Pattention
+from tokenformer.layers.routed_pattention import GroupRouting, KeySummary
 from tokenformer.models.backbone import NamedAttention, ParallelLayer, SequentialLayer
 from tokenformer.models.kv_cache import PreallocatedTensor, preallocated_tensors
 from tokenformer.ops.backends import native
 from tokenformer.ops.backends.auto import is_plain
 from tokenformer.ops.backends.native.few_rows import (
+    bytes_per_row,
+    matrix_pointers,
+    scores_per_row,
     theta_struct,
     threads_for,
     token_pointers,
     workspace,
 )
 from tokenformer.ops.backends.native.library import (
-    KINDS,
     Block,
     Ends,
     Matrix,
@@ -61,11 +66,13 @@ MAX_BATCH = 16
 """With more sequences the matrix products of eager mode are faster."""
 ATTENTION_PROJECTIONS = ("q", "k", "v", "o")
 QUANTIZED_NAMES = ("key_tokens", "value_tokens", "key_scales", "value_scales")
+TOKEN_NAMES: dict[type[nn.Module], tuple[str, ...]] = {
+    **dict.fromkeys((Pattention, ModalityPattention, RoutedPattention), QUANTIZED_NAMES[:2]),
+    **dict.fromkeys((Int8Pattention, Int4Pattention), QUANTIZED_NAMES),
+    **dict.fromkeys((RoutedInt8Pattention, RoutedInt4Pattention), QUANTIZED_NAMES),
+}
 PARAMETER_NAMES: dict[type[nn.Module], tuple[str, ...]] = {
-    Pattention: ("key_tokens", "value_tokens"),
-    ModalityPattention: ("key_tokens", "value_tokens"),
-    Int8Pattention: QUANTIZED_NAMES,
-    Int4Pattention: QUANTIZED_NAMES,
+    **TOKEN_NAMES,
     nn.Embedding: ("weight",),
     LearnedPositions: ("weight",),
     Linear: ("weight", "bias"),
@@ -80,8 +87,9 @@ OPTIONS = (
     "backend",
     "scale_tokens",
     "_active_tokens",
-    "vision_tokens",  # of a routed layer: where its language tokens start
+    "vision_tokens",  # of tokens routed by modality: where the language tokens start
 )
+ROUTING_OPTIONS = ("training", "group_size", "_active_groups", "norm")
 BACKENDS = ("auto", "native")
 """Layers that ask for another backend run in eager mode."""
 MIN_POSITIONS = 256
@@ -160,6 +168,10 @@ class NativeDecoder:
         self.members: list[Any] = []
         self.tensors: list[Tensor] = []
         self.addresses: list[int] = []
+        self.keys: list[Tensor] = []
+        """Of routed layers; `summaries` were made of them."""
+        self.versions: list[int] = []
+        self.summaries: list[KeySummary] = []
         self.modules: list[nn.Module] = []
         self.classes: list[type[nn.Module]] = []
         self.config = model.config
@@ -188,8 +200,10 @@ class NativeDecoder:
             scaling=attention.scaling,
             is_parallel=layer_classes == {ParallelLayer},
         )
-        self.most_tokens = max(max(b.q.n + b.k.n + b.v.n, b.o.n, b.ffn.n) for b in blocks)
-        self.ffn_bytes = first.ffn.n * first.ffn.d_in * self.dtype.itemsize
+        together = [part for b in blocks for part in ((b.q, b.k, b.v), (b.o,), (b.ffn,))]
+        self.most_scores = max(sum(map(scores_per_row, part)) for part in together)
+        self.most_chosen = max(sum(one.routing.active for one in part) for part in together)
+        self.ffn_bytes = bytes_per_row(first.ffn, self.dtype)
 
     def block(self, layer: Any, index: int) -> Block | None:
         """Pointers to a layer's weights; None if it has no native implementation."""
@@ -223,8 +237,7 @@ class NativeDecoder:
         return Norm(*pointers, module.eps, type(module) is RMSNorm, is_half)
 
     def tokens(self, module: Any) -> Tokens | None:
-        known = (Pattention, ModalityPattention, Int8Pattention, Int4Pattention)
-        if self.class_of(module) not in known:
+        if self.class_of(module) not in TOKEN_NAMES:
             return None
         self.projections.append(module)
         self.track(module, module.__dict__, *OPTIONS)
@@ -237,6 +250,10 @@ class NativeDecoder:
             return None
         if module.backend not in BACKENDS:
             return None
+        if isinstance(module, GroupRouting):
+            self.track_routing(module)
+        if isinstance(module, RoutedPattention):
+            return self.routed_tokens(module)
         if isinstance(module, QuantizedPattention):
             row = tensors[0].new_empty(1, module.in_features, dtype=torch.float32)
             return module.pointers() if module.supports_native(row) else None
@@ -244,6 +261,25 @@ class NativeDecoder:
         if not native.supports(keys.new_empty(1, keys.shape[1], dtype=torch.float32), keys, values):
             return None
         return token_pointers(keys, values, scale)
+
+    def track_routing(self, module: Any) -> None:
+        router = module.router
+        self.class_of(router)
+        self.track(module, module.__dict__, *ROUTING_OPTIONS)
+        self.track(module, module._modules, "router")
+        self.track(module, module._parameters, "bias", "gram_root")
+        self.track(router, router._parameters, "weight", "scales")
+        self.track(router, router._buffers, "bias")
+
+    @torch.no_grad()  # or the summary would be one for training
+    def routed_tokens(self, module: RoutedPattention) -> Tokens | None:
+        keys = module.key_tokens
+        if not module.supports_native(keys.new_empty(1, keys.shape[1], dtype=torch.float32)):
+            return None
+        self.summaries.append(module.key_summary())
+        self.keys.append(keys)
+        self.versions.append(keys._version)
+        return module.pointers(self.summaries[-1])
 
     def class_of(self, module: nn.Module) -> type[nn.Module]:
         """Return the exact class and record it: assigning to `__class__` replaces the forward."""
@@ -284,6 +320,7 @@ class NativeDecoder:
             and all(map(is_, map(dict.get, self.owners, self.names), self.members))
             and all(map(is_, map(type, self.modules), self.classes))
             and list(map(Tensor.data_ptr, self.tensors)) == self.addresses
+            and [keys._version for keys in self.keys] == self.versions
         )
 
 
@@ -322,16 +359,9 @@ class CausalDecoder(NativeDecoder):
         biased = scales is None and any(other is not None for other in others)
         if biased or getattr(module, "max_norm", None) is not None:
             return None
-        if not isinstance(weight, Tensor) or not is_plain(weight) or not weight.is_cpu:
+        if not isinstance(weight, Tensor) or not is_plain(weight):
             return None
-        if weight.dtype not in KINDS or not weight.is_contiguous():
-            return None
-        if (weight.dtype == torch.int8) != (scales is not None):
-            return None
-        if scales is not None and (scales.dtype != torch.float32 or not scales.is_contiguous()):
-            return None
-        pointer = None if scales is None else scales.data_ptr()
-        return Matrix(weight.data_ptr(), pointer, *weight.shape, KINDS[weight.dtype])
+        return matrix_pointers(weight, scales)
 
     def positions(self, module: Any) -> Matrix | None:
         """Pointers to learned positions; no rows for other encodings."""
@@ -436,8 +466,8 @@ class DecodingSession:
         scratch = self.threads * (rows * shape.width + capacity)
         scratch += rows * (2 * (inner + inner_kv) + shape.width)
         outputs = rows * max(inner + 2 * inner_kv, shape.width)
-        scores = rows * self.decoder.most_tokens
-        self.buffer, self.work = workspace(self.threads, scores, 3 * rows, outputs, scratch)
+        scores, chosen = rows * self.decoder.most_scores, rows * self.decoder.most_chosen
+        self.buffer, self.work = workspace(self.threads, scores, 3 * rows, outputs, chosen, scratch)
         self.scratch = self.buffer[-scratch:].data_ptr()
         return True
 

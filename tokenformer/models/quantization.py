@@ -20,11 +20,18 @@ from tokenformer.layers.int4 import Int4Pattention
 from tokenformer.layers.int8 import Int8Embedding, Int8Linear, Int8Pattention
 from tokenformer.layers.modality_pattention import ModalityPattention
 from tokenformer.layers.quantized import QuantizedPattention
+from tokenformer.layers.quantized_routing import RoutedInt4Pattention, RoutedInt8Pattention
 from tokenformer.layers.sharded import ShardedPattention
 from tokenformer.models.configuration import QUANTIZATION_METHOD as METHOD
 
-LAYERS: dict[int, type[QuantizedPattention]] = {4: Int4Pattention, 8: Int8Pattention}
-"""The Pattention layer for each number of bits."""
+LAYERS: dict[tuple[type[nn.Module], int], type[QuantizedPattention]] = {
+    (Pattention, 4): Int4Pattention,
+    (Pattention, 8): Int8Pattention,
+    (RoutedPattention, 4): RoutedInt4Pattention,
+    (RoutedPattention, 8): RoutedInt8Pattention,
+}
+"""The quantized form of a layer, for each number of bits."""
+BITS = (4, 8)
 
 
 @register_quantization_config(METHOD)
@@ -74,7 +81,7 @@ class TokenQuantizer(HfQuantizer):
 
 
 def check_bits(bits: Any) -> None:
-    if bits not in LAYERS:
+    if bits not in BITS:
         raise ValueError(f"bits={bits} is not supported; only 4 and 8 are")
 
 
@@ -84,18 +91,14 @@ def quantize_model(model: PreTrainedModel, bits: int = 8) -> None:
     check_bits(bits)
     if any(isinstance(module, ShardedPattention) for module in model.modules()):
         raise ValueError("tokens sharded over processes cannot be quantized")
-    if any(
-        isinstance(module, RoutedPattention | ThresholdedPattention) for module in model.modules()
-    ):
-        raise ValueError(
-            "sparse tokens (config.active_groups, config.thresholds) cannot be quantized"
-        )
+    if any(isinstance(module, ThresholdedPattention) for module in model.modules()):
+        raise ValueError("tokens with thresholds (config.thresholds) cannot be quantized")
     if any(isinstance(module, ModalityPattention) for module in model.modules()):
         raise ValueError("tokens routed by modality cannot be quantized")
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
-            if type(module) is Pattention:
-                setattr(parent, name, LAYERS[bits](module))
+            if type(module) in (Pattention, RoutedPattention):
+                setattr(parent, name, LAYERS[type(module), bits](module))
             elif type(module) is Linear and module.bias is None:
                 setattr(parent, name, Int8Linear(module))
             elif type(module) is nn.Embedding:

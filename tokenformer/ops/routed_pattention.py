@@ -57,8 +57,8 @@ def routed_pattention(
         gates: a factor for the weights of every group, `[..., k]`; by default 1.
         scale_tokens: as in `pattention`; by default the token count n.
         theta, approximate, eps: as in `pattention`.
-        gram_root: `gram_root(key_tokens)`, computed once where the keys stay the same. Gradients
-            of the keys do not pass through it.
+        gram_root: `exact_gram_root(key_tokens)`, computed once where the keys stay the same.
+            Gradients of the keys do not pass through it.
         backend: `auto`, `reference` or `grouped`.
 
     Returns:

@@ -87,8 +87,9 @@ class OptimizerOptions:
     language: {"vision": 0, "language": 0} trains only new tokens; 0 freezes."""
     rate_law: Literal["none", "tokens"] = "none"
     """`tokens` adapts the learning rate to the number of tokens n of each layer: values learn at
-    reference_tokens / n, keys at the root of that. A rate tuned on a small model then fits a large
-    one, and a growing model keeps its step size. It does not affect a Transformer."""
+    reference_tokens / n, keys at the root of that, routers at a quarter of the rate. A rate tuned
+    on a small model then fits a large one, and a growing model keeps its step size. It does not
+    affect a Transformer."""
     reference_tokens: int = 32
     """Number of tokens at which `rate_law: tokens` leaves the learning rate as it is."""
 

@@ -1,19 +1,22 @@
 """Learning rates of single tokens, which share a parameter tensor with others.
 
 After growth the old tokens can be frozen, or learn more slowly than the new ones
-(`config.token_rates`). A row of rate r moves by r times the optimizer's update, weight decay
-included. A row of rate 0 does not change by a bit, and its gradient does not count in the norm.
+(`config.token_rates`), and so can the parts of a vision-language model (`optimizer.part_rates`). A
+row of rate r moves by r times the optimizer's update, weight decay included. A row of rate 0 does
+not change by a bit, and its gradient does not count in the norm.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tokenformer.growth.tokens.token_counts import LayerProjection
 from tokenformer.growth.tokens.token_set import token_layers
+from tokenformer.train.options import PARTS
 from tokenformer.train.parallel.meta_init import shard_like
 
 if TYPE_CHECKING:
@@ -21,14 +24,15 @@ if TYPE_CHECKING:
 
 
 class RowRates:
-    def __init__(self, model: "PreTrainedModel") -> None:
+    def __init__(
+        self, model: "PreTrainedModel", part_rates: Mapping[str, float] | None = None
+    ) -> None:
         self.rates: list[tuple[nn.Parameter, Tensor]] = []
         """Parameters with the rates of their rows, [n, 1], sharded like the parameter."""
-        rate_of = getattr(model.config, "row_rates", None)
-        if rate_of is None:
+        if not hasattr(model.config, "row_rates"):
             return
         for place, layer in token_layers(model).values():
-            rates = rate_of(*place)
+            rates = row_rates(model.config, place, part_rates)
             if rates is not None:
                 for parameter in (layer.key_tokens, layer.value_tokens):
                     self.rates.append((parameter, rate_column(rates, parameter)))
@@ -47,6 +51,22 @@ class RowRates:
             for (parameter, rates), old in zip(self.rates, before, strict=True):
                 # Exact at both ends: lerp gives `old` at 0 and the new value at 1.
                 parameter.copy_(torch.lerp(old, parameter.detach(), rates))
+
+
+def row_rates(
+    config: Any, place: LayerProjection, part_rates: Mapping[str, float] | None
+) -> list[float] | None:
+    """Return the factors of a layer's rows: those of the model, times those of their part."""
+    own: list[float] | None = config.row_rates(*place)
+    if not part_rates:
+        return own
+    counts = config.parts(*place)
+    parts = [
+        part_rates.get(part, 1.0)
+        for part, count in zip(PARTS, counts, strict=True)
+        for _ in range(count)
+    ]
+    return parts if own is None else [a * b for a, b in zip(own, parts, strict=True)]
 
 
 def rate_column(rates: list[float], parameter: nn.Parameter) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 import tokenformer
 from tests.support.growth import train_once
 from tokenformer.growth.model_folder import grow_folder
-from tokenformer.layers.router import balance_routers, routers
+from tokenformer.layers.router import ROUTERS, balance_routers, routers
 
 SIZE = 8
 
@@ -38,7 +38,7 @@ def logits(model: Any) -> Tensor:
         return model.eval()(torch.arange(60).reshape(2, 30)).logits
 
 
-@pytest.mark.parametrize("router", ["centroid", "learned"])
+@pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("theta_norm", ["all", "chosen"])
 @pytest.mark.parametrize("init", ["zero", "zero_value"])
 def test_larger_and_the_same(trained: Any, router: str, theta_norm: str, init: str) -> None:

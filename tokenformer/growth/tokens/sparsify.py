@@ -25,6 +25,7 @@ from tokenformer.growth.tokens.thresholds import build_with_thresholds, layer_th
 from tokenformer.growth.tokens.token_clusters import balanced_clusters
 from tokenformer.growth.tokens.token_counts import (
     LayerProjection,
+    check_projections,
     check_share,
     rows_by_layer,
     token_counts,
@@ -155,10 +156,7 @@ def check_options(
     check_share("active", active)
     if method not in METHODS:
         raise ValueError(f"method={method!r} is unknown; choose one of {', '.join(METHODS)}")
-    if unknown := [name for name in projections if name not in PROJECTIONS]:
-        raise ValueError(f"projections={unknown} are unknown; choose from {', '.join(PROJECTIONS)}")
-    if not projections:
-        raise ValueError("projections is empty; name at least one, such as ffn")
+    check_projections(projections)
     if distill_steps < 0:
         raise ValueError(f"distill_steps={distill_steps} must be at least 0")
     if config.token_rates is not None:

@@ -25,7 +25,7 @@ from tokenformer.ops.backends.derivatives import (
 )
 from tokenformer.ops.backends.direct import has_slow_products
 from tokenformer.ops.backends.interface import is_trained
-from tokenformer.ops.backends.native import routed
+from tokenformer.ops.backends.native import routed, supports
 from tokenformer.ops.backends.score_norm import score_norms
 from tokenformer.ops.theta import ThetaOptions, accumulation_dtype, zero_is_infinite
 
@@ -94,9 +94,11 @@ def run_grouped(
     theta, scale, approximate, eps = options
     trained = is_trained(*(t for t in (x, keys, values, gates, scale) if t is not None))
     if not trained and not torch.compiler.is_compiling():
-        run = routed.run if routed.supports(rows, keys, values) else forward
         with no_autocast(x):
-            out = run(rows, keys, values, chosen, gates, norms, options, group_size)
+            if gates is None and supports(rows, keys, values):
+                out = routed.run(rows, keys, values, chosen, norms, options, group_size)
+            else:
+                out = forward(rows, keys, values, chosen, gates, norms, options, group_size)
         return with_leading(out, x)
     scale = torch.as_tensor(scale, dtype=wide, device=x.device)
     out = registered_forward(

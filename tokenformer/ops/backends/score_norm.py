@@ -3,9 +3,9 @@
     norms = score_norms(x, keys)        # [R, d], [n, d] -> [R, 1]
 
 G costs n d^2 once per call, and d^2 a row. It is used as its Cholesky factor, that of
-`streamed.gram_root`. Where there is no factor, with float64 inputs, and with fewer rows than
-channels, the norms come from a pass over the scores. Both directions are registered operators, so
-torch.compile does not look inside.
+`streamed.gram_root`. Where there is none, with float64 inputs, and with fewer rows than channels,
+the norms come from a pass over the scores; where the keys stay the same, from `exact_gram_root`.
+Both directions are registered operators, so torch.compile does not look inside.
 """
 
 from typing import Any
@@ -15,20 +15,51 @@ from torch import Tensor
 
 from tokenformer.ops.backends.autograd import no_autocast
 from tokenformer.ops.backends.derivatives import add_product, product
-from tokenformer.ops.backends.interface import is_trained
 from tokenformer.ops.backends.streamed import Chunks, gram_root, known
 from tokenformer.ops.theta import accumulation_dtype, zero_is_infinite
 
+PACKED_ROWS = 64
+"""As in `native/routed.h`."""
+
 
 def score_norms(x: Tensor, keys: Tensor, root: Tensor | None = None) -> Tensor:
-    """Return the norms [R, 1] in fp32 or wider. `root` is `gram_root(keys)`, if it is known; then
-    no gradient reaches the keys."""
-    if root is not None and known(root):
+    """Return the norms [R, 1] in fp32 or wider. With `root`, that is `exact_gram_root(keys)`, no
+    gradient reaches the keys."""
+    if root is not None:
         return norms_from(x, root)
-    if root is not None and not is_trained(x, keys):
-        return norms_of_scores(x, keys)  # trying to factorize again would fail again
     norms: Tensor = registered_norms(x, keys)[0]
     return norms
+
+
+def exact_gram_root(keys: Tensor) -> Tensor:
+    """Return an upper matrix R [min(n, d), d] with R^T R = K^T K, also where `gram_root` finds
+    none."""
+    if keys.is_meta:
+        return keys.new_empty(min(keys.shape), keys.shape[1], dtype=accumulation_dtype(keys.dtype))
+    root = gram_root(keys)
+    if known(root):
+        return root
+    return torch.linalg.qr(keys.double(), mode="r").R.to(root.dtype).contiguous()
+
+
+def pack_upper(root: Tensor) -> Tensor:
+    """Return the numbers of an upper matrix row by row, without the zeros left of its diagonal
+    blocks, so that they are read in one stream."""
+    return torch.cat([part.flatten() for part in upper_parts(root)])
+
+
+def unpack_upper(packed: Tensor, rows: int, width: int) -> Tensor:
+    """The inverse of `pack_upper`, [rows, width]."""
+    root = packed.new_zeros(rows, width)
+    parts = upper_parts(root)
+    for part, numbers in zip(parts, packed.split([part.numel() for part in parts]), strict=True):
+        part.copy_(numbers.view_as(part))
+    return root
+
+
+def upper_parts(root: Tensor) -> list[Tensor]:
+    blocks = enumerate(root.split(PACKED_ROWS))
+    return [some[:, block * PACKED_ROWS :] for block, some in blocks]
 
 
 def norms_from(x: Tensor, root: Tensor) -> Tensor:

@@ -4,13 +4,16 @@ For a single row BLAS reads a matrix on one thread, at half of that speed.
 """
 
 import ctypes
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from tokenformer.ops.backends.interface import is_trained
 from tokenformer.ops.backends.native.library import (
+    KINDS,
     SUFFIXES,
+    Matrix,
     Theta,
     Tokens,
     Work,
@@ -26,6 +29,7 @@ MAX_QUANTIZED_ROWS = 64
 BYTES_PER_THREAD = 1 << 16
 """Bytes each thread reads at least; starting a thread for fewer costs more than it saves."""
 QUANTIZED = (torch.int8, torch.uint8)
+MATRIX_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 ORDER = {theta: number for number, theta in enumerate(THETAS)}
 
 
@@ -64,16 +68,34 @@ def token_pointers(keys: Tensor, values: Tensor, scale: float | Tensor) -> Token
     return Tokens(*pointers, *keys.shape, values.shape[1], float(scale))
 
 
+def matrix_pointers(matrix: Tensor, scales: Tensor | None = None) -> Matrix | None:
+    """Return pointers to a matrix [n, width] or a vector [width] in fp32, bf16, or int8 with scales
+    [n]; None if native code cannot take it."""
+    if (matrix.dtype == torch.int8) != (scales is not None) or matrix.dtype not in MATRIX_DTYPES:
+        return None
+    parts = [part for part in (matrix, scales) if part is not None]
+    if not all(part.is_cpu and part.is_contiguous() for part in parts):
+        return None
+    if scales is not None and scales.dtype != torch.float32:
+        return None
+    shape = matrix.shape if matrix.ndim == 2 else (1, *matrix.shape)
+    addresses = matrix.data_ptr(), None if scales is None else scales.data_ptr()
+    return Matrix(*addresses, *shape, KINDS[matrix.dtype])
+
+
 def theta_struct(theta: str, approximate: str, eps: float) -> Theta:
     return Theta(ORDER[theta], approximate == "tanh", eps)
 
 
 def pattention(x: Tensor, tokens: Tokens, dtype: torch.dtype, theta: Theta) -> Tensor:
     """x [..., d_in] -> [..., d_out], over tokens of this dtype."""
-    rows, threads = x.numel() // tokens.d_in, threads_for(tokens.n * tokens.d_in * dtype.itemsize)
+    rows, active = x.numel() // tokens.d_in, tokens.routing.active
+    threads = threads_for(bytes_per_row(tokens, dtype))
     inputs = x.float().contiguous()
     out = inputs.new_empty(*x.shape[:-1], tokens.d_out)
-    _buffer, work = workspace(threads, rows * tokens.n, rows, rows * tokens.d_out)
+    _buffer, work = workspace(
+        threads, rows * scores_per_row(tokens), rows, rows * tokens.d_out, rows * active
+    )
     function("pattention", dtype)(
         inputs.data_ptr(), rows, ctypes.byref(tokens), theta, work, out.data_ptr(), threads
     )
@@ -99,15 +121,28 @@ def linear(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
 
 
 def workspace(
-    threads: int, scores: int, norms: int, outputs: int, spare: int = 0
+    threads: int, scores: int, norms: int, outputs: int, chosen: int, spare: int = 0
 ) -> tuple[Tensor, Work]:
     """Return a buffer and pointers into it: scores, then norms and output sums of every thread,
-    then `spare` numbers. Keep the tensor alive while the pointers are in use."""
-    count = scores + threads * (2 * norms + outputs) + spare
-    buffer = torch.empty(count, dtype=torch.float32, device="cpu")  # whatever torch's defaults are
-    totals = buffer.data_ptr() + 4 * scores
-    tops = totals + 4 * threads * norms
-    return buffer, Work(buffer.data_ptr(), totals, tops, tops + 4 * threads * norms)
+    then `chosen` groups and `spare` numbers. Keep the tensor alive while the pointers are used."""
+    sizes = [0, scores, threads * norms, threads * norms, threads * outputs, chosen]
+    buffer = torch.empty(  # whatever torch's defaults are
+        sum(sizes) + spare, dtype=torch.float32, device="cpu"
+    )
+    starts = list(accumulate(sizes))
+    return buffer, Work(*(buffer.data_ptr() + 4 * start for start in starts[:-1]))
+
+
+def scores_per_row(tokens: Tokens) -> int:
+    """Scores that all threads share: of all tokens, or of the groups."""
+    return int(tokens.routing.router.n if tokens.routing.size else tokens.n)
+
+
+def bytes_per_row(tokens: Tokens, dtype: torch.dtype) -> int:
+    """Bytes of the keys that a row attends to."""
+    routing = tokens.routing
+    count = min(tokens.n, routing.size * routing.active) if routing.size else tokens.n
+    return int(count * tokens.d_in * dtype.itemsize)
 
 
 def threads_for(size: int) -> int:

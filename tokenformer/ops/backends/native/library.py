@@ -21,10 +21,11 @@ import torch
 
 from tokenformer.files import cache_folder
 
-SOURCES = [
-    Path(__file__).with_name(f"{name}.cpp") for name in ("decode", "fused", "rotary", "routed")
+SOURCES = [Path(__file__).with_name(f"{name}.cpp") for name in ("decode", "fused", "rotary")]
+HEADERS = [
+    Path(__file__).with_name(f"{name}.h")
+    for name in ("normal", "pattention", "quantized", "routed", "rows")
 ]
-HEADERS = [Path(__file__).with_name(name) for name in ("normal.h", "quantized.h", "rows.h")]
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=fast"]
 # GCC vectorizes rounding and selection only without errno and floating-point traps.
 FLAGS += ["-fno-math-errno", "-fno-trapping-math"]
@@ -56,11 +57,31 @@ class Theta(ctypes.Structure):
     _fields_ = (("theta", Int), ("is_tanh", Int), ("eps", Float))
 
 
+class Matrix(ctypes.Structure):
+    _fields_ = (
+        *((name, Pointer) for name in ("rows", "scales")),
+        *((name, Long) for name in ("n", "width")),
+        ("kind", Int),
+    )
+
+
+class Routing(ctypes.Structure):
+    _fields_ = (
+        *((name, Long) for name in ("size", "active")),
+        *((name, Matrix) for name in ("router", "bias")),
+        ("groups", Pointer),
+        ("root", Matrix),
+        ("norms", Pointer),
+        ("shift", Matrix),
+    )
+
+
 class Tokens(ctypes.Structure):
     _fields_ = (
         *((name, Pointer) for name in ("keys", "values", "key_scales", "value_scales")),
         *((name, Long) for name in ("n", "d_in", "d_out")),
         ("scale", Float),
+        ("routing", Routing),
     )
 
 
@@ -85,14 +106,6 @@ class Shape(ctypes.Structure):
         *((name, Long) for name in ("width", "heads", "kv_heads", "head_dim", "rotary_dim")),
         ("scaling", Float),
         *((name, Int) for name in ("is_parallel", "is_half")),
-    )
-
-
-class Matrix(ctypes.Structure):
-    _fields_ = (
-        *((name, Pointer) for name in ("rows", "scales")),
-        *((name, Long) for name in ("n", "width")),
-        ("kind", Int),
     )
 
 
@@ -134,24 +147,13 @@ class FusedLayers(ctypes.Structure):
 
 
 class Work(ctypes.Structure):
-    _fields_ = tuple((name, Pointer) for name in ("scores", "totals", "tops", "sums"))
+    _fields_ = tuple((name, Pointer) for name in ("scores", "totals", "tops", "sums", "chosen"))
 
 
 ARGUMENTS = {
     "linear": [Pointer, Long, Long, Pointer, Pointer, Long, Pointer, Int],
     "pattention": [Pointer, Long, Pointer, Theta, Work, Pointer, Int],
     "decode": [Pointer, Long, Pointer, Pointer, Pointer, Theta, Int, Pointer, Work, Int],
-    "routed_scores": [Pointer, *[Int64] * 2, Pointer, *[Int64] * 2, Pointer, Int64, Pointer, Int],
-    "routed_sum": [
-        Pointer,
-        *[Int64] * 2,
-        Pointer,
-        *[Int64] * 2,
-        Pointer,
-        Int64,
-        *[Pointer] * 2,
-        Int,
-    ],
     "rotary": [*[Pointer] * 2, *[Int64] * 5, *[Pointer] * 2, Int64, Float, Int],
     "fused_forward": [Pointer, Pointer],
     "fused_backward": [Pointer, Int64, *[Pointer] * 5],

@@ -1,27 +1,48 @@
 """Routed pattention of a few rows on a CPU, without gradients: reads only the chosen groups."""
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tokenformer.ops.backends.native.few_rows import MAX_ROWS, threads_for
-from tokenformer.ops.backends.native.library import function, library
+from tokenformer.ops.backends.native import few_rows
+from tokenformer.ops.backends.native.library import Routing, Tokens
 from tokenformer.ops.theta import ThetaOptions
 
-DTYPES = (torch.float32, torch.bfloat16)
 
+def routing(
+    group_size: int,
+    active_groups: int,
+    *,
+    router: Tensor,
+    router_scales: Tensor | None = None,
+    bias: Tensor,
+    root: Tensor | None,
+    root_rows: int,
+    shift: Tensor | None,
+) -> Routing | None:
+    """Return pointers for native code that routes by itself; None if it cannot.
 
-def supports(x: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether native code can take these rows [R, d_in] and tokens."""
-    tokens = (keys, values)
-    return (
-        0 < x.shape[0] <= MAX_ROWS
-        and x.is_cpu
-        and x.dtype in DTYPES
-        and all(t.is_cpu and t.dtype in DTYPES and t.is_contiguous() for t in tokens)
-        and keys.dtype == values.dtype
-        and library() is not None
-    )
+    Args:
+        router: rows [groups, d_in] whose products with a normalized row are the scores of the
+            groups; in int8 with scales [groups].
+        bias: [groups], added to the scores.
+        root: `pack_upper` of a matrix [root_rows, d_in] whose product with a row has the norm of
+            the scores of all tokens; None for the norm of the chosen ones.
+        shift: [d_out], added to the output; or None.
+    """
+    found = Routing(size=group_size, active=active_groups)
+    matrices = {
+        "router": (router, router_scales),
+        "bias": (bias, None),
+        "root": (root, None),
+        "shift": (shift, None),
+    }
+    for name, (matrix, scales) in matrices.items():
+        if matrix is not None:
+            pointers = few_rows.matrix_pointers(matrix, scales)
+            if pointers is None:
+                return None
+            setattr(found, name, pointers)
+    found.root.n, found.root.width = root_rows, router.shape[1]
+    return found
 
 
 def run(
@@ -29,53 +50,26 @@ def run(
     keys: Tensor,
     values: Tensor,
     groups: Tensor,
-    gates: Tensor | None,
     norms: Tensor | None,
     options: ThetaOptions,
     group_size: int,
 ) -> Tensor:
-    """Rows x [R, d_in] with groups [R, k], gates [R, k] and norms [R, 1] -> [R, d_out]."""
-    (rows, k), (tokens, d_out) = groups.shape, values.shape
-    if not k:
-        return x.new_zeros(rows, d_out)
-    inputs, chosen = x.float().contiguous(), groups.contiguous()
-    lowest, highest = (int(edge) for edge in chosen.aminmax())
-    if lowest < 0 or highest * group_size >= tokens:
+    """Rows x [R, d_in] with groups [R, k] and norms [R, 1] -> [R, d_out]."""
+    chosen = groups.sort(dim=1).values
+    count = -(-keys.shape[0] // group_size)
+    if chosen.numel() and not 0 <= int(chosen[:, 0].min()) <= int(chosen[:, -1].max()) < count:
         raise IndexError(
-            f"groups must be from 0 to {-(-tokens // group_size) - 1}, got {lowest} to {highest}"
+            f"groups must be from 0 to {count - 1}, got {int(chosen.min())} to {int(chosen.max())}"
         )
-    missing = float("-inf") if options.theta == "softmax" else 0.0
-    scores = inputs.new_full((rows, k * group_size), missing)
-    threads = threads_for(scores.numel() * keys.shape[1] * keys.itemsize)
-    sizes = chosen.data_ptr(), k, group_size
-    function("routed_scores", keys.dtype)(
-        inputs.data_ptr(),
-        rows,
-        keys.shape[1],
-        *sizes,
-        keys.data_ptr(),
-        tokens,
-        scores.data_ptr(),
-        threads,
+    theta, scale, approximate, eps = options
+    tokens: Tokens = few_rows.token_pointers(keys, values, scale)
+    norms = None if norms is None else norms.float().contiguous()
+    tokens.routing = Routing(
+        size=group_size,
+        active=chosen.shape[1],
+        groups=chosen.data_ptr(),
+        norms=None if norms is None else norms.data_ptr(),
     )
-    if norms is None:
-        weights = options.weights(scores)
-    else:
-        factor = options.scale**0.5 / (norms + options.eps)  # l2_gelu
-        weights = F.gelu(scores * factor, approximate=options.approximate)
-    if gates is not None:
-        weights = (weights.view(rows, k, group_size) * gates[..., None]).view_as(scores)
-    weights = weights.float().contiguous()
-    sums, out = inputs.new_empty(threads, rows, d_out), inputs.new_empty(rows, d_out)
-    function("routed_sum", values.dtype)(
-        weights.data_ptr(),
-        rows,
-        d_out,
-        *sizes,
-        values.data_ptr(),
-        tokens,
-        sums.data_ptr(),
-        out.data_ptr(),
-        threads,
+    return few_rows.pattention(
+        x, tokens, keys.dtype, few_rows.theta_struct(theta, approximate, eps)
     )
-    return out.to(x.dtype)

@@ -17,6 +17,7 @@ struct BFloat16 {
 };
 
 static inline float wide(float a) { return a; }
+static inline float wide(int8_t a) { return a; }
 static inline float wide(BFloat16 a) {
   union {
     uint32_t bits;
@@ -27,7 +28,6 @@ static inline float wide(BFloat16 a) {
 
 static const int LANES = 8, TILE_ROWS = 4, TILE_COLUMNS = 2;
 static const long MIXED_TOKENS = 8;  // tokens that `mix_rows` adds before it stores the sums
-static const long LINE_BYTES = 64;
 static const long UNPACK_ROWS = 8;  // with more, bf16 tokens are unpacked once for all tiles
 
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
