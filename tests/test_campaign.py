@@ -163,7 +163,7 @@ def test_every_damage_changes_its_file(tmp_path):
 def test_a_short_campaign_of_every_part(tmp_path):
     counts = ("--kills", "6", "--rank_kills", "3", "--corruptions", "10", "--hostile", "12")
     code, summary, output = campaign(
-        tmp_path, *counts, "--signals", "6", "--recipes", "plain", "stages"
+        tmp_path, *counts, "--signals", "6", "--recipes", "plain", "stages", "images"
     )
     assert summary["failures"] == [], output
     assert code == 0

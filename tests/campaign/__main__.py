@@ -83,12 +83,12 @@ def parts(options: argparse.Namespace, references: Path) -> Iterator[Part]:
     if options.rank_kills or only == RankKills.name:
         yield RankKills(options.rank_kills, ready("average", "transformer", ranks=2))
     if options.corruptions or only == Corruptions.name:
-        yield Corruptions(options.corruptions, ready("average"), corpus)
+        yield Corruptions(options.corruptions, ready("average", "images"), corpus)
     if options.hostile or only == Hostile.name:
         count = options.hostile if options.hostile > 0 else None
         yield Hostile(count, Subject.of(prepare_reference(references, "plain")), corpus)
     if options.signals or only == Signals.name:
-        yield Signals(options.signals, ready(), corpus)
+        yield Signals(options.signals, ready("images"), corpus)
 
 
 def preload() -> None:

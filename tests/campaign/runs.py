@@ -9,11 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from tests.campaign.moments import Fault, watched
 from tests.campaign.processes import Around, Child, Ended, Limits, tokenformer
 
 MODEL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 TOKENS = {"qkv_tokens": 16, "output_tokens": 16, "ffn_tokens": 32}
+VISION = {**MODEL, **TOKENS, "image_size": 8, "patch_size": 4}
 RUN = {
     "steps": 20,
     "batch_size": 4,
@@ -47,6 +50,12 @@ RECIPES: dict[str, dict[str, Any]] = {
         **SHARED,
         "model": {"family": "transformer", "options": {**MODEL, "intermediate_size": 32}},
         "run": {**RUN, "checkpoint_every": 3},
+    },
+    "images": {
+        **SHARED,
+        "model": {"options": {**MODEL, **TOKENS, "new_tokens": 8, "vision_config": VISION}},
+        "data": {"length": 16, "on_corrupt": "skip"},
+        "optimizer": {"learning_rate": 0.01, "part_rates": {"vision": 0}},
     },
 }
 UNEQUAL = ("seconds",)
@@ -83,15 +92,42 @@ def prepare_corpus(folder: Path) -> Path:
     return corpus
 
 
+def prepare_images(folder: Path) -> Path:
+    """Write images with captions, one of them broken, unless they exist."""
+    images = folder / "pictures"
+    if not images.exists():
+        unfinished = folder / "unfinished-pictures"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        for split, count in (("train", 12), ("validation", 4)):
+            rows = []
+            for number in range(count):
+                name = f"{split}-{number}.png"
+                Image.new("RGB", (8, 8), (20 * number, 90, 200)).save(unfinished / name)
+                rows.append({"image": name, "caption": f"number {number}"})
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            (unfinished / f"{split}.jsonl").write_text(lines)
+        (unfinished / "train-5.png").write_bytes(b"broken")
+        unfinished.rename(images)
+    return images
+
+
+def prepare_data(folder: Path, name: str) -> dict[str, str]:
+    """Prepare the data of a recipe, and return its options."""
+    if name == "images":
+        return {"image_text": str(prepare_images(folder))}
+    return {"corpus": str(prepare_corpus(folder))}
+
+
 def prepare_reference(folder: Path, name: str, ranks: int = 1) -> Reference:
     """Train a recipe without faults, unless an earlier campaign did in the same folder."""
-    corpus = prepare_corpus(folder)
+    data = prepare_data(folder, name)
     place = folder / (name if ranks == 1 else f"{name}-{ranks}-ranks")
     recipe, run, facts = place / f"{name}.yaml", place / "run", place / "facts.json"
     if not facts.exists():
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
-        sections = {**RECIPES[name], "data": {**RECIPES[name]["data"], "corpus": str(corpus)}}
+        sections = {**RECIPES[name], "data": {**RECIPES[name]["data"], **data}}
         recipe.write_text(json.dumps(sections))  # JSON is YAML
         whole = place / "counts.json"
         around = partial(watched, run, None, whole)

@@ -4,10 +4,17 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+)
 
 import tokenformer
+from tests.support.commands import error_line
 from tests.support.growth import trained_tokenformer, trained_transformer
+from tests.support.image_text import make_joint, make_processor, pictures, train_new_tokens
 from tokenformer.cli import main
 from tokenformer.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
 from tokenformer.train import checkpoint
@@ -217,3 +224,41 @@ def test_a_damaged_checkpoint_is_refused_and_leaves_nothing(tmp_path, make_confi
     assert file in errors
     assert errors.count("\n") == 1
     assert not (tmp_path / "larger").exists()
+
+
+@pytest.mark.parametrize("mode", ["routed", "shared"])
+def test_a_vision_language_model_grows_by_new_tokens(mode, tmp_path, capsys):
+    joint = train_new_tokens(make_joint(mode, torch.float32))
+    source, out = tmp_path / "joint", tmp_path / "grown"
+    joint.save_pretrained(source)
+    make_processor(joint).save_pretrained(source)
+    main(["grow", str(source), "--new_tokens", "19", "--old_rate", "0", "--out", str(out)])
+    assert "largest change of the logits" in capsys.readouterr().out
+    grown = AutoModelForImageTextToText.from_pretrained(out).eval()
+    processor = AutoProcessor.from_pretrained(out)
+    assert grown.config.new_tokens == 19
+    assert grown.config.row_rates("q", 0) == [0.0] * 27 + [1.0] * 12 + [0.0] * 24
+    batch = processor(text="<image>a", images=pictures(1), return_tensors="pt")
+    with torch.no_grad():
+        torch.testing.assert_close(grown(**batch).logits, joint(**batch).logits)
+    wanted, _ = tokenformer.grow(joint, new_tokens=19, old_rate=0)
+    for name, parameter in wanted.named_parameters():
+        assert torch.equal(parameter, grown.get_parameter(name)), "in memory as on disk"
+
+
+def test_growth_that_does_not_fit_a_vision_language_model_is_refused(folder, tmp_path, capsys):
+    for mode in ("routed", "projector"):
+        make_joint(mode, torch.float32).save_pretrained(tmp_path / mode)
+    out = ["--out", tmp_path / "out"]
+    for model, options, line in (
+        ("routed", ["--ffn_tokens", 99], "--ffn_tokens 99 does not apply to a vision-language"),
+        ("routed", ["--to", "354m"], "--to 354m does not apply to a vision-language model"),
+        ("routed", ["--init", "clone"], "its sizes are --new_tokens"),
+        ("routed", ["--new_tokens", 3], "more than new_tokens=3; growth cannot remove tokens"),
+        ("routed", [], "give the number of new tokens after growth"),
+        ("projector", ["--new_tokens", 9], "has no tokens for alignment to grow"),
+    ):
+        assert line in error_line(["grow", tmp_path / model, *options, *out], capsys)
+    line = error_line(["grow", folder, "--new_tokens", 9, *out], capsys)
+    assert "--new_tokens 9 does not apply to a TokenFormer" in line
+    assert not (tmp_path / "out").exists()

@@ -8,11 +8,15 @@ from transformers import (
     AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
+    AutoModelForImageTextToText,
+    AutoProcessor,
     AutoTokenizer,
 )
 
 import tokenformer
+from tests.support.commands import error_line
 from tests.support.growth import trained_tokenformer
+from tests.support.image_text import make_joint, make_processor, pictures, train_new_tokens
 from tokenformer.cli import main
 from tokenformer.cli.samples import read_samples
 from tokenformer.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
@@ -208,3 +212,35 @@ def test_a_language_model_is_not_pruned_on_images(home, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run(home, monkeypatch, "prune", "small", "--images", "digits", "--out", "none")
     assert "--images does not apply: small is a language model" in capsys.readouterr().err
+
+
+def test_a_vision_language_model(tmp_path, monkeypatch, capsys):
+    joint = train_new_tokens(make_joint("routed", torch.float32))
+    joint.save_pretrained(tmp_path / "joint")
+    make_processor(joint).save_pretrained(tmp_path / "joint")
+    for number, picture in enumerate(pictures(4)):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        picture.save(tmp_path / "data" / f"{number}.png")
+        (tmp_path / "data" / f"{number}.txt").write_text(f"picture {number}\nanother one\n")
+    half = ["--image_text", "data", "--keep", 0.5, "--parts", "vision", "new", "--out", "half"]
+    run(tmp_path, monkeypatch, "prune", "joint", *half)
+    assert "Saved to half" in capsys.readouterr().out
+    smaller = AutoModelForImageTextToText.from_pretrained(tmp_path / "half").eval()
+    assert smaller.config.parts("q", 0) == (10, 4, 24)
+    batch = AutoProcessor.from_pretrained(tmp_path / "half")(
+        text="<image>a", images=pictures(1), return_tensors="pt"
+    )
+    assert smaller(**batch).logits.isfinite().all()
+    assert "Pruned" in (tmp_path / "half" / "README.md").read_text()
+    run(tmp_path, monkeypatch, "prune", "joint", "--out", "same", "--json")
+    assert json.loads(capsys.readouterr().out)["exact"]
+    prune = ["prune", "joint", "--out", "none", "--keep", "0.5"]
+    for options, line in (
+        ([], "--image_text is missing: without data only unused tokens"),
+        (["--image_text", "./missing"], "--image_text: no ./missing"),
+        (["--data", "data"], "--data does not apply: joint is a vision-language model"),
+        (["--ffn_tokens", "9"], "--ffn_tokens does not apply"),
+        (["--parts", "tail"], "--parts"),
+    ):
+        assert line in error_line([*prune, *options], capsys)
+    assert not (tmp_path / "none").exists()

@@ -254,6 +254,26 @@ def test_long_text_is_cut_with_the_images_after_the_cut(encoder: ImageTextEncode
     assert found.target_bytes == 40
 
 
+@pytest.mark.parametrize(
+    ("context", "wanted", "images"),
+    [
+        (100, [*image_run(), *b"ab", *image_run(), *b"cd", END_OF_TEXT], 2),
+        (2 * len(image_run()) + 4, [*image_run(), *b"ab", *image_run(), *b"cd"], 2),
+        (2 * len(image_run()) + 1, [*image_run(), *b"ab"], 1),
+        (len(image_run()) - 1, [], 0),
+    ],
+)
+def test_what_exceeds_the_context_is_cut(
+    context: int, wanted: list[int], images: int, encoder: ImageTextEncoder
+) -> None:
+    pictures = [np.zeros((20, 24, 3), np.uint8)] * 2
+    sample = ImageText(pictures, [Turn("caption", "<image>ab<image>cd")])
+    found = ImageTextEncoder(encoder.processor, 40, context).encode(sample)
+    assert found.ids == wanted
+    assert len(found.labels) == len(wanted)
+    assert len(found.pixels) == images
+
+
 def make_reader(folder: Path, encoder: ImageTextEncoder, workers: int = 0) -> ImageTextReader:
     rows = [
         {"images": [name] * (index % 3), "caption": "x" * index}

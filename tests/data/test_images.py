@@ -210,6 +210,17 @@ def test_broken_images_are_named_or_skipped(tmp_path: Path, caplog) -> None:
         load_images(str(tmp_path), on_corrupt="ignore")
 
 
+def test_a_photograph_with_broken_metadata_is_named(tmp_path: Path) -> None:
+    """Pillow reads a text in place of a number, and fails when it writes it."""
+    exif = Image.Exif()
+    exif[0x0112], exif[0x0131] = 6, "software"
+    Image.new("RGB", (8, 8)).save(file := tmp_path / "turned.jpeg", exif=exif)
+    as_width = file.read_bytes().replace(b"\x01\x31\x00\x02", b"\x01\x00\x00\x02")
+    file.write_bytes(as_width)
+    with pytest.raises(DataError, match=r"turned\.jpeg cannot be read as an image"):
+        decode_file(file)
+
+
 def test_a_tree_without_a_readable_image_does_not_loop_for_ever(tmp_path: Path) -> None:
     home = tmp_path / "train" / "a"
     home.mkdir(parents=True)

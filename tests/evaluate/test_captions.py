@@ -145,8 +145,8 @@ def test_bad_input_is_one_line(seeing: Path, data: Path, tmp_path: Path, capsys:
     assert "cannot be read as an image" in fails(capsys, *generate, tmp_path / "bad.png")
     assert "more than once" in fails(capsys, *generate, image, "--prompt", "<image><image>")
     assert "take 306 positions" in fails(capsys, *generate, image, "--prompt", "x" * 300)
-    assert "cannot be used with --image" in fails(capsys, *generate, image, "--bits", 8)
-    assert "is a vision-language model" in fails(capsys, "generate", seeing, "--prompt", "x")
+    assert "--bits is for language models" in fails(capsys, *generate, image, "--bits", 8)
+    assert "is a vision-language model" in fails(capsys, "predict", seeing, image)
     language = make_halves()[1]
     language.save_pretrained(tmp_path / "language")
     byte_tokenizer().save_pretrained(tmp_path / "language")

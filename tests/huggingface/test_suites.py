@@ -4,7 +4,9 @@
 """
 
 import inspect
+import sys
 import tempfile
+import types
 import unittest
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,15 +15,25 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from PIL import Image
 
 from tests.huggingface import suites
-from tests.huggingface.model_testers import LANGUAGE, VISION, language_case, vision_case
+from tests.huggingface.model_testers import (
+    IMAGE_TEXT,
+    LANGUAGE,
+    VISION,
+    image_text_case,
+    language_case,
+    processor_case,
+    vision_case,
+)
 from tests.huggingface.model_testers import with_our_names as known
 
 pytestmark = pytest.mark.slow
 
 NOT_IN_SDIST = (".exporters", ".exporters.test_export", ".generation", ".generation.test_utils")
-OURS = ("tokenformer", "transformer")
+MODES = ("routed", "shared", "projector")
+OURS = ("tokenformer", "transformer", *MODES)
 LEFT_OUT = {
     # It sets `config.scale = 0` on any configuration that has the name; ours has a method of it.
     "test_init_weights_can_init_buffers": OURS,
@@ -32,6 +44,11 @@ LEFT_OUT_OF_VISION = {
     # It asks for an nn.Embedding; ViT's own tester replaces it for patch embeddings. See
     # tests/models/test_vision.py::test_input_embeddings_are_the_patches.
     "test_model_get_set_embeddings": (*OURS, "vit"),
+}
+LEFT_OUT_OF_IMAGE_TEXT = {
+    # The vision half alone has a plan for tensor parallelism; a joint model has none.
+    "test_tp_plan_matches_params": MODES,
+    "test_tied_head_has_a_tp_plan_entry": MODES,
 }
 
 
@@ -77,6 +94,35 @@ def test_vision_model(common: Any, name: str) -> None:
     print(f"\n{name} (vision): {outcome}")
     assert len(outcome.passed) > 80
     assert name not in OURS or not outcome.failed, str(outcome)
+
+
+@pytest.mark.parametrize("name", IMAGE_TEXT)
+def test_image_text_model(common: Any, name: str) -> None:
+    case = image_text_case(common, common.GenerationTesterMixin, name)
+    outcome = suites.run(case, left_out(name, LEFT_OUT | LEFT_OUT_OF_IMAGE_TEXT))
+    print(f"\n{name} (image-text): {outcome}")
+    assert len(outcome.passed) > 80
+    assert name not in OURS or not outcome.failed, str(outcome)
+
+
+@pytest.fixture
+def processing(common: Any, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """transformers' tests/test_processing_common.py, with a local image for those of the hub."""
+    Image.effect_noise((40, 30), 80).convert("RGB").save(picture := tmp_path / "picture.png")
+    hub = types.ModuleType("fetch_hub_objects_for_ci")  # not in the sdist
+    hub.url_to_local_path = lambda url: str(picture)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, hub.__name__, hub)
+    return suites.Suite.find("transformers", cache).load("test_processing_common")
+
+
+def test_processor(processing: Any) -> None:
+    case = processor_case(processing)
+    case.setUpClass()
+    outcome = suites.run(case)
+    case.tearDownClass()
+    print(f"\nprocessor: {outcome}")
+    assert len(outcome.passed) > 30
+    assert not outcome.failed, str(outcome)
 
 
 def peft_case(common: Any, folder: Path, options: dict[str, Any]) -> type[unittest.TestCase]:

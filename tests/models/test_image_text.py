@@ -259,14 +259,45 @@ def test_placeholders_without_images_are_refused():
         model(torch.tensor([image_run()]))
     with pytest.raises(ValueError, match=r"\[N, C, H, W\]"):
         model(torch.tensor([image_run()]), pixel_values=images(1)[0])
-    with pytest.raises(ValueError, match="images need input_ids"):
+    with pytest.raises(ValueError, match="id 257, is not in the vocabulary of 257; give input_ids"):
         model(inputs_embeds=torch.zeros(1, 3, 32).double(), pixel_values=images(1))
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_embeddings_are_as_good_as_ids(mode: str, beams: int) -> None:
+    """If the placeholder has an embedding: logits, loss and generation."""
+    model = train_new_tokens(make_joint(mode, image_token_id=7))
+    run = [7] * POSITIONS
+    ids = torch.tensor([[*b"a", *run, *b"bc", *run, *b"d"], [*b"one here", *run, *b"b"]])
+    pixels = images(3)
+    embeds = model.get_input_embeddings()(ids)
+    mask = torch.ones_like(ids)
+    found = model(inputs_embeds=embeds, pixel_values=pixels, attention_mask=mask, labels=ids)
+    wanted = model(ids, pixel_values=pixels, attention_mask=mask, labels=ids)
+    assert torch.equal(found.logits, wanted.logits)
+    assert torch.equal(found.loss, wanted.loss)
+    options = {"max_new_tokens": 5, "num_beams": beams, "do_sample": False}
+    inputs = {"pixel_values": pixels, "attention_mask": mask}
+    whole = model.generate(ids, **inputs, **options)
+    new = model.generate(inputs_embeds=embeds, **inputs, **options)
+    assert torch.equal(new, whole[:, ids.shape[1] :])
+
+
+def test_image_features_have_the_form_of_transformers(mode: str) -> None:
+    model = make_joint(mode)
+    model.set_attn_implementation("eager")
+    found = model.get_image_features(images(2), output_hidden_states=True, output_attentions=True)
+    assert found.last_hidden_state.shape == found.pooler_output.shape == (2, POSITIONS, 32)
+    assert (len(found.hidden_states), len(found.attentions)) == (3, 2)
+    assert torch.equal(found.pooler_output, found.last_hidden_state) == (mode != "projector")
+    as_tuple = model.get_image_features(images(2), return_dict=False)
+    assert torch.equal(as_tuple[0], found.last_hidden_state)
 
 
 def test_other_image_sizes_take_other_numbers_of_positions():
     model = make_joint()
     pixels = torch.randn(1, 3, SIDE, 2 * SIDE, dtype=torch.float64)
-    assert model.get_image_features(pixels).shape == (1, 1 + 2 * 4, 32)
+    assert model.get_image_features(pixels).pooler_output.shape == (1, 1 + 2 * 4, 32)
 
 
 def test_save_and_load(mode: str, tmp_path: Path) -> None:
@@ -370,6 +401,20 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
         config(**{"hidden_size": 32, "num_attention_heads": 4} | options)
 
 
+@pytest.mark.parametrize(
+    "new", [0, {"q": 0, "k": 1, "v": 2, "o": [3, 0], "ffn": 5}], ids=["none", "by layer"]
+)
+def test_new_tokens_may_differ_by_layer_or_be_none(new: Any, tmp_path: Path) -> None:
+    vision, language = make_halves()
+    joint, report = tokenformer.join_modalities(vision, language, new_tokens=new)
+    assert report.vision_change < 1e-5
+    counts = [joint.config.parts(name, 1)[1] for name in ("q", "v", "o", "ffn")]
+    assert counts == ([0] * 4 if new == 0 else [0, 2, 0, 5])
+    joint.save_pretrained(tmp_path)
+    again = tokenformer.TokenformerForImageTextToText.from_pretrained(tmp_path)
+    assert again.config.new_tokens == joint.config.new_tokens
+
+
 class Captions(Dataset[dict[str, Tensor]]):
     def __init__(self, processor: Any) -> None:
         batch = processor(
@@ -435,13 +480,8 @@ def test_every_trained_parameter_gets_a_gradient(mode: str) -> None:
     assert not [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
 
 
-def test_quantization_and_adapters_of_routed_layers_are_refused():
-    from peft import get_peft_model
-
+def test_quantization_of_routed_layers_is_refused():
     from tokenformer.models.quantization import quantize_model
 
     with pytest.raises(ValueError, match="routed by modality cannot be quantized"):
         quantize_model(make_joint("routed", torch.float32))
-    config = tokenformer.TokenAdapterConfig(num_tokens=4, target_modules=["ffn"])
-    with pytest.raises(ValueError, match="routes its tokens by modality"):
-        get_peft_model(make_joint("routed", torch.float32), config)

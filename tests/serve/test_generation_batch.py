@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from starlette.exceptions import HTTPException
 from transformers import GenerationConfig
 
 from tests.support.decoding import record_native_decoding
+from tests.support.image_text import make_joint, make_processor, pictures, train_new_tokens
 from tokenformer.data.byte_tokenizer import END_OF_TEXT, byte_tokenizer
 from tokenformer.ops.backends.native.library import library
 from tokenformer.serve.generation_batch import GenerationBatch
@@ -99,6 +101,43 @@ def test_greedy_and_seeded_answers_are_those_of_generate(model):
         mask = torch.ones_like(ids)
         output = model.generate(ids, attention_mask=mask, generation_config=config)
         assert found == output[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("mode", ["routed", "shared", "projector"])
+def test_requests_with_images_mix_with_others(mode):
+    """Also one that is not batched; every answer is that of `generate` on the same inputs."""
+    joint = train_new_tokens(make_joint(mode, torch.float32))
+    processor = make_processor(joint)
+    texts = ["<image>a", "none", "a <image> and <image>", "<image>a"]
+    white, black = (Image.new("RGB", (16, 16), color) for color in ("white", "black"))
+    images = [white, *pictures(2), black]
+    given = [images[:1], [], images[1:3], images[3:]]
+    batches = [
+        processor(text=text, images=each or None, return_tensors="pt")
+        for text, each in zip(texts, given, strict=True)
+    ]
+    sampled = {**SAMPLING, "seed": 1}
+    options = [
+        {"eos_token_id": 999, **each}  # of no token
+        for each in (sampled, {}, {}, {**sampled, "max_time": 1000.0})
+    ]
+
+    async def together() -> list[Any]:
+        queue = GenerationQueue(joint, 256)
+        requests = [
+            queue.generate_non_streaming(
+                joint, processor.tokenizer, {**batch}, settings(joint, **each), "request"
+            )
+            for batch, each in zip(batches, options, strict=True)
+        ]
+        return await asyncio.gather(*requests)
+
+    found = [ids for _, _, ids in asyncio.run(together())]
+    for batch, each, ids in zip(batches, options, found, strict=True):
+        torch.manual_seed(1)
+        output = joint.generate(**batch, generation_config=settings(joint, **each))
+        assert ids == output[0, batch["input_ids"].shape[1] :].tolist()
+    assert found[0] != found[3]
 
 
 @pytest.mark.skipif(library() is None, reason="no C++ compiler")

@@ -72,6 +72,15 @@ def test_messages_that_cannot_be_rendered_are_refused(client, messages):
     refused(post(client, CHAT, {"messages": messages}))
 
 
+def test_a_language_model_takes_no_images(client):
+    parts = [
+        {"type": "text", "text": "a"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}},
+    ]
+    message = refused(post(client, CHAT, {"messages": [{"role": "user", "content": parts}]}))
+    assert message == "messages.0.content.1 is an image, and this model takes text only"
+
+
 def test_small_values_that_can_be_honoured_are(client):
     for options in ({"temperature": 1e-10}, {"top_p": 1e-320}, {"temperature": 2, "top_p": 5e-324}):
         response = post(client, COMPLETIONS, {"prompt": "a", "max_tokens": 2, **options})

@@ -1,9 +1,8 @@
 """Runs on images with text: the same loop, checkpoints, resume and ranks as for text."""
 
 import json
-import os
 import shutil
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,14 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from tests.support.image_text import make_halves
-from tests.support.processes import run
+import tokenformer
+from tests.support.image_text import make_halves, make_joint
+from tests.support.processes import run, started, wait_until
+from tests.support.training import command, two_ranks
 from tokenformer.cli import main
 from tokenformer.data.byte_tokenizer import byte_tokenizer
 from tokenformer.train.metrics import read_metrics
+from tokenformer.train.row_rates import row_rates
 
 COLORS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (20, 40, 230)}
 MODEL = {
@@ -56,6 +58,9 @@ SECTIONS: dict[str, Any] = {
     },
 }
 
+ALIGNMENT = {"rates": {"*": 0, "*_tokens": 1}, "part_rates": {"vision": 0, "language": 0}}
+"""Trains only the new tokens."""
+
 
 @pytest.fixture(scope="module")
 def colors(tmp_path_factory: Any) -> Path:
@@ -90,8 +95,6 @@ def write_recipe(tmp_path: Path, colors: Path) -> Any:
 @pytest.fixture(scope="module")
 def halves(tmp_path_factory: Any) -> list[str]:
     """The folders of a vision and a language model, with their processors."""
-    import tokenformer
-
     vision, language = make_halves()
     folders = [tmp_path_factory.mktemp(name) for name in ("vision", "language")]
     vision.save_pretrained(folders[0])
@@ -135,17 +138,76 @@ def test_a_run_learns_to_see(mode: str, write_recipe: Any, tmp_path: Path, capsy
         assert processor.decode(found[0], skip_special_tokens=True) == name
 
 
-def test_a_resumed_run_ends_as_an_unbroken_one(write_recipe: Any, tmp_path: Path) -> None:
-    recipe = write_recipe()
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+def test_a_resumed_run_ends_as_an_unbroken_one(
+    halves: list[str], write_recipe: Any, tmp_path: Path
+) -> None:
+    """And does not need the joint model that it started from, nor its processor."""
+    joint, whole, broken = (tmp_path / name for name in ("joint", "whole", "broken"))
+    main(["join", *halves, "--new_tokens", "7", "--out", str(joint)])
+    recipe = write_recipe(model={"options": {}, "start_from": str(joint)}, optimizer=ALIGNMENT)
     main(["train", str(recipe), "--out", str(whole)])
     shutil.copytree(whole, broken)
     shutil.rmtree(broken / "checkpoints" / "step-00000006")
     shutil.rmtree(broken / "model")
+    shutil.rmtree(joint)
     main(["train", str(recipe), "--out", str(broken)])
     assert losses(broken) == losses(whole)
-    first, second = (load_file(f / "model" / "model.safetensors") for f in (whole, broken))
-    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    assert_equal_models(broken, whole)
+
+
+def test_a_checkpoint_grows_by_new_tokens(write_recipe: Any, tmp_path: Path) -> None:
+    recipe = write_recipe(run={"steps": 6, "ema": None})
+    whole, grown = tmp_path / "whole", tmp_path / "grown"
+    main(["train", str(recipe), "--out", str(whole)])
+    start = whole / "checkpoints" / "step-00000003"
+    main(["grow", str(start), "--new_tokens", "12", "--out", str(grown)])
+    main(["train", str(recipe), "--out", str(grown)])
+    model = AutoModelForImageTextToText.from_pretrained(grown / "model")
+    assert model.config.new_tokens == 12
+    assert AutoProcessor.from_pretrained(grown / "model").image_token_id == 257
+    # The first step starts from the same function.
+    ours, theirs = (losses(folder) for folder in (grown, whole))
+    assert [row[0] for row in ours] == [4, 5, 6]
+    assert ours[0][1] == pytest.approx(theirs[3][1], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_bit_for_bit(colors: Path, write_recipe: Any, tmp_path: Path) -> None:
+    """SIGKILL, once before the first checkpoint and once after it; also at an image that is
+    skipped, and with threads that read ahead."""
+    data = shutil.copytree(colors, tmp_path / "data")
+    (data / "train-red-3.png").write_bytes(b"broken")
+    recipe = write_recipe(
+        data={"length": 16, "image_text": str(data), "on_corrupt": "skip", "workers": 2},
+        run={"steps": 60, "checkpoint_every": 15, "validate_every": 20},
+    )
+    whole, out = tmp_path / "whole", tmp_path / "killed"
+    main(["train", str(recipe), "--out", str(whole)])
+    train = command(recipe, out)
+    for step in (5, 40):
+        with started(train) as process:
+            assert wait_until(lambda step=step: last_step(out) >= step, process)
+            process.send_signal(signal.SIGKILL)
+            process.wait(60)
+        assert last_step(out) < 60
+    done = run(train)
+    assert done.returncode == 0, done.stderr
+    assert "Resuming from step" in done.stdout
+    assert losses(out) == losses(whole)
+    assert_equal_models(out, whole)
+
+
+def last_step(out: Path) -> int:
+    rows = losses(out) if (out / "metrics.jsonl").exists() else []
+    return max((step for step, *_ in rows), default=-1)
+
+
+def assert_equal_models(one: Path, other: Path) -> None:
+    """Files, with those of the processor, but for the card, which names the run."""
+    names = {path.name for path in (one / "model").iterdir()} - {"README.md"}
+    assert {"model.safetensors", "tokenizer.json", "processor_config.json"} <= names
+    for name in names:
+        assert (one / "model" / name).read_bytes() == (other / "model" / name).read_bytes(), name
 
 
 def test_micro_batches_do_not_change_the_loss(write_recipe: Any, tmp_path: Path) -> None:
@@ -161,17 +223,33 @@ def test_micro_batches_do_not_change_the_loss(write_recipe: Any, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_ranks_give_the_losses_of_one(parallel: str, write_recipe: Any, tmp_path: Path) -> None:
-    """Also with batches on a rank that have no image, whose embedding then gets no gradient."""
-    recipe = write_recipe()
+@pytest.mark.parametrize("start", ["fresh", "routed", "projector"])
+def test_two_ranks_give_the_losses_of_one(
+    start: str, parallel: str, halves: list[str], write_recipe: Any, tmp_path: Path
+) -> None:
+    """Also with batches on a rank that have no image, whose embedding then gets no gradient, with
+    only the new tokens trained, and with a frozen encoder."""
+    changes: dict[str, Any] = {}
+    if start != "fresh":
+        out = ["--new_tokens", "7", "--out", str(tmp_path / "joint")]
+        main(["join", *halves, "--mode", start, *out])
+        changes = {"model": {"options": {}, "start_from": str(tmp_path / "joint")}}
+    if start == "routed":
+        changes["optimizer"] = ALIGNMENT
+    recipe = write_recipe(**changes)
     main(["train", str(recipe), "--out", str(tmp_path / "one")])
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    rest = ["--standalone", "-m", "tokenformer", "train", str(recipe), "--out"]
-    options = [str(tmp_path / "two"), "--run.parallel", parallel]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run([*launcher, *rest, *options], check=True, env=environment)
+    done = two_ranks(recipe, tmp_path / "two", parallel)
+    assert done.returncode == 0, done.stderr
     for ours, theirs in zip(losses(tmp_path / "two"), losses(tmp_path / "one"), strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5)
+    if start != "routed":
+        return
+    before = load_file(tmp_path / "joint" / "model.safetensors")
+    after = load_file(tmp_path / "two" / "model" / "model.safetensors")
+    vision = 20  # of each of q, k and v
+    for rows in (slice(0, vision), slice(vision + 7, None)):
+        name = "model.layers.0.attention.q.key_tokens"
+        assert torch.equal(before[name][rows], after[name][rows])
 
 
 def test_alignment_trains_only_the_new_tokens(
@@ -181,10 +259,7 @@ def test_alignment_trains_only_the_new_tokens(
     main(["join", *halves, "--new_tokens", "7", "--out", str(joint)])
     recipe = write_recipe(
         model={"options": {}, "start_from": str(joint)},
-        optimizer={
-            "rates": {"*": 0, "*_tokens": 1},
-            "part_rates": {"vision": 0, "language": 0},
-        },
+        optimizer=ALIGNMENT,
         run={"ema": None, "steps": 3},
     )
     main(["train", str(recipe), "--out", str(tmp_path / "run")])
@@ -200,6 +275,8 @@ def test_alignment_trains_only_the_new_tokens(
         frozen = [slice(0, start), slice(start + 7, None)]
         assert all(torch.equal(tensor[rows], after[name][rows]) for rows in frozen), name
         assert not torch.equal(tensor[start : start + 7], after[name][start : start + 7]), name
+    exported = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert exported["token_rates"] is None  # the rates of a recipe are those of its run
     # Instruction tuning goes on from there, with everything trained.
     recipe = write_recipe(
         model={"options": {}, "start_from": str(tmp_path / "run")},
@@ -212,8 +289,19 @@ def test_alignment_trains_only_the_new_tokens(
     assert saved["token_rates"] is None
 
 
+def test_rates_of_the_model_and_of_its_parts_multiply() -> None:
+    model = make_joint(language_rate=0.5)
+    place = ("q", 0)  # 20 vision tokens, 7 new and 24 of language
+    assert row_rates(model.config, place, {}) == [1.0] * 27 + [0.5] * 24
+    found = row_rates(model.config, place, {"vision": 0.0, "language": 0.5})
+    assert found == [0.0] * 20 + [1.0] * 7 + [0.25] * 24
+    grown, _ = tokenformer.grow(model, new_tokens=9, old_rate=0)
+    assert row_rates(grown.config, place, {}) == [0.0] * 27 + [1.0] * 2 + [0.0] * 24
+    assert make_joint(language_rate=1).config.token_rates is None
+
+
 def test_the_encoder_of_a_projector_stays_frozen(
-    halves: list[str], write_recipe: Any, tmp_path: Path
+    halves: list[str], write_recipe: Any, tmp_path: Path, capsys: Any
 ) -> None:
     joint = tmp_path / "joint"
     main(["join", *halves, "--mode", "projector", "--out", str(joint)])
@@ -223,6 +311,10 @@ def test_the_encoder_of_a_projector_stays_frozen(
         run={"ema": None, "steps": 4},
     )
     main(["train", str(recipe), "--out", str(tmp_path / "run")])
+    options = ["--optimizer.part_rates", "{language: 0}"]
+    with pytest.raises(SystemExit):
+        main(["train", str(recipe), "--out", str(tmp_path / "refused"), *options])
+    assert "a model of mode projector has one set of tokens" in capsys.readouterr().err
     before = load_file(joint / "model.safetensors")
     after = load_file(tmp_path / "run" / "model" / "model.safetensors")
     changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}

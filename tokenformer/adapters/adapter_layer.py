@@ -18,7 +18,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
 from tokenformer.adapters.adapter_config import TokenAdapterConfig
-from tokenformer.layers.modality_pattention import ModalityPattention
+from tokenformer.layers.modality_pattention import ModalityPattention, ModalityRows
 from tokenformer.layers.pattention import Pattention
 from tokenformer.layers.quantized import QuantizedPattention
 from tokenformer.layers.routed_pattention import RoutedPattention
@@ -51,18 +51,19 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
     base_layer: TokenLayer
 
     def __init__(
-        self, base_layer: nn.Module, adapter_name: str, config: TokenAdapterConfig, name: str
+        self,
+        base_layer: nn.Module,
+        adapter_name: str,
+        config: TokenAdapterConfig,
+        name: str,
+        merge_row: int | None = None,
     ) -> None:
+        """`merge_row` is where merged tokens are inserted, by default at the end."""
         super().__init__()
         if not isinstance(base_layer, TokenLayer):
             raise TypeError(
                 f"target_modules: {name} is a {type(base_layer).__name__}; tokens can be added to "
                 "the Pattention layers of a TokenFormer: ffn, q, k, v, o"
-            )
-        if isinstance(base_layer, ModalityPattention):
-            raise ValueError(
-                f"{name} routes its tokens by modality, which token adapters do not support; train "
-                "the new tokens of the joint model instead"
             )
         if isinstance(base_layer, ShardedPattention):
             raise ValueError(
@@ -76,6 +77,7 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
             )
         self.base_layer = base_layer
         self.name = name
+        self.merge_row = merge_row
         self.token_adapter_keys = nn.ParameterDict()
         self.token_adapter_values = nn.ParameterDict()
         self.token_adapter_norms: dict[str, str] = {}
@@ -120,28 +122,57 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
         return tokens.device, tokens.dtype
 
     def forward(
-        self, x: Tensor, *args: Any, adapter_names: Sequence[str] | None = None, **options: Any
+        self,
+        x: Tensor,
+        rows: ModalityRows | None = None,
+        *,
+        adapter_names: Sequence[str] | None = None,
+        **options: Any,
     ) -> Tensor:
+        """`rows` are those of a joint model, whose rows of images attend to other tokens of the
+        layer than those of text; both attend to all added ones."""
+        routing = () if rows is None else (rows,)
         if self.disable_adapters:
             if self.merged:
                 self.unmerge()
-            return self.base_layer(x)
+            return self.base_layer(x, *routing)
         if adapter_names is not None:
             if self.merged:
                 raise ValueError("adapter_names needs adapters that are not merged")
+            if rows is not None:
+                raise ValueError(
+                    "adapter_names is for text; for a batch with images of a joint model, choose "
+                    "one adapter: model.set_adapter"
+                )
             return self.forward_mixed(x, adapter_names)
         if self.merged:
-            return self.base_layer(x)
+            return self.base_layer(x, *routing)
         active = [name for name in self.active_adapters if name in self.token_adapter_keys]
         shared = [name for name in active if self.token_adapter_norms[name] == "shared"]
-        output = self.forward_shared(x, shared) if shared else self.base_layer(x)
+        output = self.forward_shared(x, shared, rows) if shared else self.base_layer(x, *routing)
         for name in active:
             if self.token_adapter_norms[name] == "own":
                 output = output + self.forward_own(x, name)
         return output
 
-    def forward_shared(self, x: Tensor, names: Sequence[str]) -> Tensor:
-        keys, values, scale = self.base_tokens(x.dtype)
+    def forward_shared(
+        self, x: Tensor, names: Sequence[str], rows: ModalityRows | None = None
+    ) -> Tensor:
+        base = self.base_layer
+        if rows is None:
+            return self.attend(x, self.base_tokens(x.dtype), names)
+        assert isinstance(base, ModalityPattention)
+        return rows.route(
+            x,
+            lambda image: self.attend(image, base.vision_token_set(), names),
+            lambda text: self.attend(text, base.token_set(), names),
+        )
+
+    def attend(
+        self, x: Tensor, tokens: tuple[Tensor, Tensor, float | Tensor], names: Sequence[str]
+    ) -> Tensor:
+        """Attend to tokens of the layer, and to those of adapters."""
+        keys, values, scale = tokens
         added_keys, added_values = self.joined(names, keys.dtype)
         if torch.is_grad_enabled() and added_keys.requires_grad:  # the fused kernels are faster
             return pattention(
@@ -258,24 +289,29 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
         return names
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Append the tokens of adapters to those of the layer, which keeps its scale."""
+        """Add the tokens of adapters to those of the layer, which keeps its scale."""
         base = self.base_layer
         for name in self.check_merge(safe_merge, adapter_names):
-            keys, values = self.joined([name], base.key_tokens.dtype)
+            row = base.num_tokens if self.merge_row is None else self.merge_row
+            parts = (base.key_tokens, base.value_tokens)
+            added = self.joined([name], base.key_tokens.dtype)
             set_tokens(
                 base,
-                torch.cat([base.key_tokens.data, keys.detach()]),
-                torch.cat([base.value_tokens.data, values.detach()]),
+                *(
+                    torch.cat([old.data[:row], new.detach(), old.data[row:]])
+                    for old, new in zip(parts, added, strict=True)
+                ),
             )
             self.merged_adapters.append(name)
 
     def unmerge(self) -> None:
-        """Remove the tokens that were merged, the last ones of the layer."""
+        """Remove the tokens that were merged."""
         base = self.base_layer
         while self.merged_adapters:
-            name = self.merged_adapters.pop()
-            kept = base.num_tokens - self.token_adapter_keys[name].shape[0]
-            set_tokens(base, base.key_tokens.data[:kept], base.value_tokens.data[:kept])
+            count = self.token_adapter_keys[self.merged_adapters.pop()].shape[0]
+            row = base.num_tokens - count if self.merge_row is None else self.merge_row
+            parts = (base.key_tokens.data, base.value_tokens.data)
+            set_tokens(base, *(torch.cat([old[:row], old[row + count :]]) for old in parts))
 
     def __repr__(self) -> str:
         return f"token_adapter.{super().__repr__()}"
@@ -290,7 +326,10 @@ def value_std(base: TokenLayer) -> float:
 
 
 def set_tokens(layer: TokenLayer, keys: Tensor, values: Tensor) -> None:
-    """Replace the tokens of a layer; they stay frozen or trainable."""
+    """Replace the tokens of a layer; they stay frozen or trainable. Of a layer that routes by
+    modality, these have more or fewer new ones."""
+    if isinstance(layer, ModalityPattention):
+        layer.new_tokens += keys.shape[0] - layer.num_tokens
     for name, tensor in (("key_tokens", keys), ("value_tokens", values)):
         trains = getattr(layer, name).requires_grad
         setattr(layer, name, nn.Parameter(tensor.clone(), requires_grad=trains))

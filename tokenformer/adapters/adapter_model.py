@@ -12,14 +12,20 @@ from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 
 from tokenformer.adapters.adapter_config import TokenAdapterConfig
-from tokenformer.adapters.adapter_layer import BASE, SampleAdapters, TokenAdapterLayer
+from tokenformer.adapters.adapter_layer import (
+    BASE,
+    SampleAdapters,
+    TokenAdapterLayer,
+    TokenLayer,
+)
 from tokenformer.adapters.peft_registration import PREFIX
 from tokenformer.errors import AdapterError
-from tokenformer.growth.tokens.token_counts import config_with_tokens
-from tokenformer.growth.tokens.token_set import token_layers
+from tokenformer.growth.tokens.token_counts import LayerProjection, config_with_tokens
+from tokenformer.growth.tokens.token_set import FROZEN_ENCODER, layer_place, token_layers
 from tokenformer.layers.quantized import QuantizedPattention
 from tokenformer.models.configuration import TokenConfig
 from tokenformer.models.fingerprint import fingerprint
+from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
 
 
 class TokenAdapterModel(BaseTuner):
@@ -28,6 +34,7 @@ class TokenAdapterModel(BaseTuner):
     target_module_mapping = {  # noqa: RUF012
         "tokenformer": ["ffn"],
         "tokenformer_vision": ["ffn"],
+        "tokenformer_image_text": ["ffn"],
     }
 
     def _prepare_model(self, peft_config: TokenAdapterConfig, model: nn.Module) -> None:
@@ -39,6 +46,13 @@ class TokenAdapterModel(BaseTuner):
         if any(layer.merged for layer in self.adapter_layers()):
             raise ValueError("the model has merged adapters; call unmerge_adapter first")
         check_base(peft_config, model)
+
+    @staticmethod
+    def _check_target_module_exists(config: TokenAdapterConfig, key: str) -> Any:
+        """Leave out the frozen encoder of a vision-language model, which gets no gradients."""
+        if FROZEN_ENCODER in key:
+            return False
+        return BaseTuner._check_target_module_exists(config, key)
 
     def _create_and_replace(  # type: ignore[override]
         self,
@@ -52,7 +66,10 @@ class TokenAdapterModel(BaseTuner):
         if isinstance(target, TokenAdapterLayer):
             target.update_layer(adapter_name, peft_config, peft_config.inference_mode)
             return
-        layer = TokenAdapterLayer(target, adapter_name, peft_config, current_key)
+        row = None
+        if isinstance(target, TokenLayer):  # others are refused
+            row = merge_row(self.model.config, layer_place(current_key))
+        layer = TokenAdapterLayer(target, adapter_name, peft_config, current_key, row)
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)  # an additional adapter is not trained until it is active
         self._replace_module(parent, target_name, layer, target)
@@ -142,6 +159,14 @@ def pass_adapter_names(
     return args, {**kwargs, "adapter_names": names}
 
 
+def merge_row(config: TokenConfig, place: LayerProjection) -> int | None:
+    """Return the row of a layer at which tokens are merged: those of a joint model follow its new
+    tokens; None is the end."""
+    if isinstance(config, TokenformerImageTextConfig) and config.is_joined:
+        return sum(config.parts(*place)[:2])
+    return None
+
+
 def config_of(model: nn.Module) -> TokenConfig:
     """Return the configuration of a model whose layers have other token counts than it says. All
     layers keep their scales; the rates of tokens are those of before, 1 for the merged, which count
@@ -151,11 +176,14 @@ def config_of(model: nn.Module) -> TokenConfig:
     counts = {place: layer.num_tokens for place, layer in layers.items()}
     scales = {(projection, n): config.scale(projection, n) for projection, n in layers}
     rates, ages = {}, {}
-    for (projection, n), layer in layers.items():
-        known = config.ages(projection, n)
-        ages[projection, n] = known + [config.growths + 1] * (layer.num_tokens - len(known))
-        if before := config.row_rates(projection, n):
-            rates[projection, n] = [*before, *[1.0] * (layer.num_tokens - len(before))]
+    for place, layer in layers.items():
+        known = config.ages(*place)
+        row = merge_row(config, place)
+        row = len(known) if row is None else row
+        merged = layer.num_tokens - len(known)
+        ages[place] = [*known[:row], *[config.growths + 1] * merged, *known[row:]]
+        if before := config.row_rates(*place):
+            rates[place] = [*before[:row], *[1.0] * merged, *before[row:]]
     return config_with_tokens(
         config, counts, scales, learned_scale=config.learned_scale, rates=rates, ages=ages
     )

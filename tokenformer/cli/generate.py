@@ -7,7 +7,14 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from tokenformer.cli.model import adapter_folders, check_bits, load_image_text, load_model
+from tokenformer.cli.model import (
+    adapter_folders,
+    check_bits,
+    check_image_text_options,
+    load_image_text,
+    load_model,
+    takes_images_with_text,
+)
 from tokenformer.cli.terminal import json_text, printable
 from tokenformer.errors import DataError, InputError
 from tokenformer.paths import exists, expand_user, missing_message
@@ -37,8 +44,8 @@ def generate(
     """Sample text from a language model, or about an image from a vision-language model, streamed.
 
     Args:
-        model: A model folder, a run folder or a hub name of any causal language model or, with
-            --image, of a vision-language model.
+        model: A model folder, a run folder or a hub name of any causal language model or of a
+            vision-language model.
         prompt: The text to continue; - reads it from standard input.
         prompts: A text file with one prompt per line; each is continued independently.
         image: An image that the text is about. <image> marks its place in the prompt, which is by
@@ -71,14 +78,14 @@ def generate(
     if not texts:
         raise InputError("the prompt is missing; give --prompt TEXT or --prompts FILE")
     adapters = adapter_folders(adapter)
-    if image is not None:
-        if bits is not None or adapters:
-            name = "--bits" if bits is not None else "--adapter"
-            raise InputError(f"{name} is for language models; it cannot be used with --image")
-        if not exists(expand_user(image)):
-            raise InputError(f"--image: {missing_message(image)}")
+    if image is not None and not exists(expand_user(image)):
+        raise InputError(f"--image: {missing_message(image)}")
+    if image is not None or takes_images_with_text(model):
+        check_image_text_options(bits=bits, adapter=adapters)
         loaded, processor = load_image_text(model, verify=not no_verify)
         tokenizer = processor.tokenizer
+        if image is None and any(processor.image_token in text for text in texts):
+            raise InputError(f"the prompt has {processor.image_token}; name the image with --image")
     else:
         loaded, tokenizer = load_model(model, bits, verify=not no_verify, adapters=adapters)
 

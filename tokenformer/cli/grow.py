@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 
 LIGO, LIGO_STEPS = "ligo", 100
 TOKEN_SIZES: tuple[str, ...] = ("qkv_tokens", "output_tokens", "ffn_tokens")
+JOINT_SIZES: tuple[str, ...] = ("new_tokens",)
 TRANSFORMER_SIZES: tuple[str, ...] = (
     "hidden_size",
     "num_hidden_layers",
     "intermediate_size",
     "num_attention_heads",
 )
-TOKEN_OPTIONS: tuple[str, ...] = ("init", "scale", "old_rate", *TOKEN_SIZES)
+TOKEN_OPTIONS: tuple[str, ...] = ("init", "scale", "old_rate", *TOKEN_SIZES, *JOINT_SIZES)
 TRANSFORMER_OPTIONS: tuple[str, ...] = ("method", "data", "steps", *TRANSFORMER_SIZES)
+JOINT_REFUSED: tuple[str, ...] = ("to", "init", "scale", *TOKEN_SIZES, *TRANSFORMER_OPTIONS)
 
 
 def grow_model(
@@ -41,6 +43,7 @@ def grow_model(
     qkv_tokens: int | None = None,
     output_tokens: int | None = None,
     ffn_tokens: int | None = None,
+    new_tokens: int | None = None,
     hidden_size: int | None = None,
     num_hidden_layers: int | None = None,
     intermediate_size: int | None = None,
@@ -54,6 +57,8 @@ def grow_model(
     json: bool = False,
 ) -> None:
     """Make a trained model larger: a TokenFormer by tokens, a Transformer by one of the baselines.
+
+    A vision-language model grows by --new_tokens, which belong to neither of its halves.
 
     Args:
         model: A model folder, a run folder, a hub name or a checkpoint of a run. A checkpoint grows
@@ -74,6 +79,7 @@ def grow_model(
         qkv_tokens: Instead of --to, tokens of each of the q, k and v projections.
         output_tokens: Instead of --to, tokens of each output projection.
         ffn_tokens: Instead of --to, tokens of each feed-forward layer.
+        new_tokens: For a vision-language model, the new tokens of every layer after growth.
         hidden_size: Instead of --to, the width of a Transformer; heads and hidden units follow.
         num_hidden_layers: Instead of --to, the layers of a Transformer.
         intermediate_size: Instead of --to, the hidden units of each feed-forward layer of a
@@ -128,7 +134,8 @@ def growth_options(given: dict[str, Any]) -> GrowthOptions:
     """Return the options of a stage that grows as the command line says."""
     named = ("to", "method", "init", "scale", "optimizer_state", "old_rate", "seed")
     options = {name: given[name] for name in named if name in given}
-    sizes = {name: given[name] for name in TOKEN_SIZES + TRANSFORMER_SIZES if name in given}
+    names = TOKEN_SIZES + JOINT_SIZES + TRANSFORMER_SIZES
+    sizes = {name: given[name] for name in names if name in given}
     if given.get("method") == LIGO:
         sizes["steps"] = given.get("steps", LIGO_STEPS)
     return GrowthOptions(**options, sizes=sizes)
@@ -148,12 +155,15 @@ def saved_config(source: Path, is_checkpoint: bool) -> dict[str, Any]:
 def check_family(given: dict[str, Any], config: dict[str, Any]) -> None:
     """Refuse options that do not apply to a model of this configuration."""
     from tokenformer.models.configuration import CONFIG_CLASSES, TokenConfig
+    from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
 
     family = CONFIG_CLASSES.get(str(config.get("model_type")))
     if family is None:
         return  # another kind of model: refused where it is loaded
-    if issubclass(family, TokenConfig):
-        model, sizes, others = "TokenFormer", TOKEN_SIZES, TRANSFORMER_OPTIONS
+    if issubclass(family, TokenformerImageTextConfig):
+        model, sizes, others = "vision-language model", JOINT_SIZES, JOINT_REFUSED
+    elif issubclass(family, TokenConfig):
+        model, sizes, others = "TokenFormer", TOKEN_SIZES, JOINT_SIZES + TRANSFORMER_OPTIONS
     else:
         model, sizes, others = "Transformer", TRANSFORMER_SIZES, TOKEN_OPTIONS
     for name in others:

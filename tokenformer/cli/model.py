@@ -29,16 +29,17 @@ from tokenformer.paths import (
 )
 
 CONFIG = "config.json"
+IMAGE_TEXT = "a vision-language model"
 KINDS = {
     "a language model": ("ForCausalLM", "LMHeadModel"),
     "an image classifier": ("ForImageClassification",),
-    "a vision-language model": ("ForImageTextToText",),
+    IMAGE_TEXT: ("ForImageTextToText",),
 }
 """Suffixes of the transformers classes of each kind."""
 USES = {
     "a language model": "tokenformer generate, serve or evaluate --perplexity",
     "an image classifier": "tokenformer predict or evaluate --images",
-    "a vision-language model": "tokenformer generate --image or evaluate --captions",
+    IMAGE_TEXT: "tokenformer generate, serve or evaluate --captions",
 }
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -77,13 +78,37 @@ def resolve_model(name: str | Path, kind: str | None = None) -> str:
     raise InputError(f"{name} has no {CONFIG}{hint}; give a model folder, a run or a hub name")
 
 
+def takes_images_with_text(name: str) -> bool:
+    """Whether a model is a vision-language model, by its config.json. False for a hub name that
+    cannot be read: loading it says why."""
+    found = resolve_model(name)
+    if is_local(found):
+        return kind_of(Path(found)) == IMAGE_TEXT
+
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return kind_of(Path(hf_hub_download(found, CONFIG)).parent) == IMAGE_TEXT
+    except (OSError, ValueError):
+        return False
+
+
+def kind_of(folder: Path) -> str | None:
+    """Return the kind of model that a folder holds, one of `KINDS`; None if it does not say."""
+    names = read_config(folder).get("architectures") or []
+    kinds = (
+        kind
+        for kind, endings in KINDS.items()
+        if any(str(name).endswith(endings) for name in names)
+    )
+    return next(kinds, None)
+
+
 def check_kind(folder: Path, kind: str | None) -> None:
     """Refuse a folder whose config.json is unreadable or belongs to another kind of model."""
-    config = read_config(folder)
-    names = config.get("architectures") or []
-    for found, endings in KINDS.items():
-        if kind not in (None, found) and any(str(each).endswith(endings) for each in names):
-            raise InputError(f"{folder} is {found}, not {kind}; use {USES[found]}")
+    found = kind_of(folder)
+    if found is not None and kind not in (None, found):
+        raise InputError(f"{folder} is {found}, not {kind}; use {USES[found]}")
     if kind == "a language model" and not any(any(folder.glob(each)) for each in TOKENIZER_FILES):
         raise InputError(f"{folder} has no tokenizer; copy its tokenizer.json into the folder")
 
@@ -241,7 +266,7 @@ def adapter_warnings() -> Iterator[None]:
 def load_image_text(name: str, *, verify: bool = True) -> tuple[Any, Any]:
     """Return a vision-language model and its processor."""
     check_pillow()
-    name = resolve_model(name, "a vision-language model")
+    name = resolve_model(name, IMAGE_TEXT)
 
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -252,6 +277,13 @@ def load_image_text(name: str, *, verify: bool = True) -> tuple[Any, Any]:
     if not isinstance(model, TokenformerForImageTextToText):
         raise InputError(f"{name} is a {type(model).__name__}, not a model of `tokenformer join`")
     return model, processor
+
+
+def check_image_text_options(**options: Any) -> None:
+    """Refuse options that a vision-language model does not take."""
+    for option, value in options.items():
+        if value:
+            raise InputError(f"--{option} is for language models, not for {IMAGE_TEXT}")
 
 
 def check_pillow() -> None:

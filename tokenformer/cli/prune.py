@@ -3,10 +3,16 @@
 import sys
 from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from tokenformer.cli.model import model_errors, resolve_folder
-from tokenformer.cli.samples import LONGEST, check_samples, read_image_samples, read_samples
+from tokenformer.cli.model import IMAGE_TEXT, model_errors, resolve_folder
+from tokenformer.cli.samples import (
+    LONGEST,
+    check_samples,
+    read_image_samples,
+    read_image_text_samples,
+    read_samples,
+)
 from tokenformer.errors import InputError
 from tokenformer.files import new_folder
 
@@ -24,6 +30,8 @@ def prune_model(
     length: int | None = None,
     refit: bool = True,
     images: str | None = None,
+    image_text: str | None = None,
+    parts: tuple[Literal["vision", "new", "language"], ...] = (),
     no_verify: bool = False,
     json: bool = False,
 ) -> None:
@@ -42,11 +50,15 @@ def prune_model(
         ffn_tokens: Instead of --keep: tokens in each feed-forward layer.
         split: Split to measure on.
         sequences: Number of sequences or images to measure on, spread over the split.
-        length: Tokens per sequence; by default the model's context, at most 512.
+        length: Tokens per sequence, without images; by default the model's context, at most 512.
         refit: Refit the remaining value tokens to compensate for the removed ones; disable with
             --refit=false.
         images: For an image classifier, instead of --data: an image source as in `tokenformer
             train`, such as a folder of images by class, or digits.
+        image_text: For a vision-language model, instead of --data: images with captions or
+            conversations, as data.image_text of a recipe.
+        parts: For a vision-language model, which tokens to remove: vision, new, language; several,
+            or the option again. By default all.
         no_verify: Skip verifying the weights (checksums.json, NaN, inf).
         json: Print the report as JSON.
     """
@@ -58,26 +70,35 @@ def prune_model(
     counts = {"qkv_tokens": qkv_tokens, "output_tokens": output_tokens, "ffn_tokens": ffn_tokens}
     tokens: dict[str, Any] = {name: n for name, n in counts.items() if n is not None}
     source = resolve_folder(model)
-    check_samples(data, images)
+    check_samples(data, images, image_text)
 
     from rich.console import Console
 
     from tokenformer.growth.model_folder import save_model_folder
     from tokenformer.growth.tokens.prune import prune
     from tokenformer.models.configuration import VisionConfig
+    from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
     from tokenformer.models.loading import device, load_tokenformer
 
     with model_errors(out), new_folder("--out", out) as folder:
         loaded = load_tokenformer(source, verify=not no_verify).to(device())
-        batches = None
+        batches: list[Any] | None = None
         if isinstance(loaded.config, VisionConfig):
-            option = "images"
-            refuse(model, "an image classifier", data=data, length=length)
+            option, others = "images", {"data": data, "length": length}
+            refuse(model, "an image classifier", **others, image_text=image_text, parts=parts)
             if images is not None:
                 batches = read_image_samples(images, source, loaded, count=sequences)
+        elif isinstance(loaded.config, TokenformerImageTextConfig):
+            option = "image_text"
+            refuse(model, IMAGE_TEXT, data=data, images=images, **tokens)
+            tokens |= {"parts": parts} if parts else {}
+            if image_text is not None:
+                batches = read_image_text_samples(
+                    image_text, source, loaded, count=sequences, length=length or LONGEST
+                )
         else:
             option = "data"
-            refuse(model, "a language model", images=images)
+            refuse(model, "a language model", images=images, image_text=image_text, parts=parts)
             if data is not None:
                 batches = read_samples(
                     data,
@@ -100,5 +121,5 @@ def prune_model(
 
 def refuse(model: str, kind: str, **options: Any) -> None:
     for name, value in options.items():
-        if value is not None:
+        if value not in (None, ()):
             raise InputError(f"--{name} does not apply: {model} is {kind}")

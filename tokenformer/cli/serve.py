@@ -1,4 +1,4 @@
-"""`tokenformer serve`: an OpenAI-compatible server for one language model."""
+"""`tokenformer serve`: an OpenAI-compatible server for a language or vision-language model."""
 
 import os
 import signal
@@ -17,14 +17,20 @@ from tokenformer.cli.model import (
     adapter_folders,
     adapter_warnings,
     check_bits,
+    check_image_text_options,
     check_peft,
+    load_image_text,
     load_model,
     resolve_model,
+    takes_images_with_text,
 )
 from tokenformer.errors import InputError
 from tokenformer.installation import install_hint
 from tokenformer.paths import exists, expand_user
 from tokenformer.serve.limits import API_KEY_VARIABLE, HostCheck, Limits, is_loopback
+
+IMAGE_BODY = 2**24
+"""Default of --max_body for a model that takes images."""
 
 SECONDS_TO_END = 5
 """How long open connections may take to finish after the signal."""
@@ -44,19 +50,23 @@ def serve(
     bits: int | None = None,
     api_key: str | None = None,
     allowed_hosts: tuple[str, ...] = (),
-    max_body: int = Limits.max_body,
+    max_body: int | None = None,
     max_queue: int = Limits.max_queue,
     max_batch: int = Limits.max_batch,
     request_timeout: float = Limits.request_timeout,
     template_timeout: float = Limits.template_timeout,
+    max_images: int = Limits.max_images,
+    max_image_pixels: int = Limits.max_image_pixels,
     no_verify: bool = False,
 ) -> None:
-    """Serve a language model with an OpenAI-compatible API.
+    """Serve a language model or a vision-language model with an OpenAI-compatible API.
 
-    The endpoints are /v1/completions and, if the model has a chat template, /v1/chat/completions.
+    The endpoints are /v1/completions and, if the model has a chat template, /v1/chat/completions,
+    whose messages may have images for a vision-language model.
 
     Args:
-        model: A model folder, a run folder or a hub name of any causal language model.
+        model: A model folder, a run folder or a hub name of any causal language model, or of a
+            vision-language model of `tokenformer join`.
         host: Address to listen on; with 0.0.0.0 (all interfaces), set an API key.
         port: Port to listen on; 0 picks a free one.
         name: Model name in the API; by default MODEL as given.
@@ -70,21 +80,34 @@ def serve(
         api_key: API key that clients must send. Prefer the environment variable
             TOKENFORMER_API_KEY: other users can read options in the process list.
         allowed_hosts: Additional host names to accept in the Host header; any disables the check.
-        max_body: Maximum size of a request body in bytes.
+        max_body: Maximum size of a request body in bytes; by default 1 MiB, for a vision-language
+            model 16 MiB.
         max_queue: Maximum number of requests that wait while others are generating.
         max_batch: Maximum number of requests that generate together.
         request_timeout: Seconds for a client to send the headers, and again for the body.
         template_timeout: Seconds for rendering the chat template.
+        max_images: Maximum number of images in a request.
+        max_image_pixels: Maximum number of pixels of an image, checked before it is decoded.
         no_verify: Skip verifying the weights (checksums.json, NaN, inf).
     """
     if context is not None and context < 2:
         raise InputError(f"--context {context} must be at least 2: a prompt and a response")
     check_bits(bits)
-    resolve_model(model, "a language model")  # fail before the slow imports
+    takes_images = takes_images_with_text(model)
+    if takes_images:
+        check_image_text_options(
+            bits=bits, adapter=adapter, allow_adapter_changes=allow_adapter_changes
+        )
+    else:
+        resolve_model(model, "a language model")  # fail before the slow imports
     folders = adapter_folders(adapter, name or model)
     changes = allow_adapter_changes and adapter_root(allow_adapter_changes)
+    if max_body is None:
+        max_body = IMAGE_BODY if takes_images else Limits.max_body
     limits = Limits(
         max_body=max_body,
+        max_images=max_images,
+        max_image_pixels=max_image_pixels,
         max_queue=max_queue,
         max_batch=max_batch,
         request_timeout=request_timeout,
@@ -100,6 +123,8 @@ def serve(
                 f"machine can use the model; set {API_KEY_VARIABLE}\n"
             )
         load = partial(load_model, model, bits, verify=not no_verify)
+        if takes_images:
+            load = partial(load_image_text, model, verify=not no_verify)
         run(listener, load, name or model, context, limits, folders, changes)
 
 
@@ -151,13 +176,16 @@ def run(
 
     from transformers.utils import logging
 
+    from tokenformer.models.image_text_processing import TokenformerProcessor
     from tokenformer.serve.prompt import context_length
 
-    loaded, tokenizer = load()
+    loaded, reader = load()
+    processor = reader if isinstance(reader, TokenformerProcessor) else None
+    tokenizer = reader if processor is None else processor.tokenizer
     context = context or context_length(loaded.config) or 2048
     adapters = load_adapters(loaded, folders, changes)
     queue = GenerationQueue(loaded, context, limits.max_queue, limits.max_batch, adapters)
-    encoder = PromptEncoder(tokenizer, queue.context, limits)
+    encoder = PromptEncoder(tokenizer, queue.context, limits, processor)
     logging.set_verbosity_error()  # uvicorn logs the requests
     last_resort = threading.Timer(SECONDS_TO_EXIT, exit_now)
     last_resort.daemon = True

@@ -9,6 +9,7 @@ follows its image and ends with the end of text. A conversation is written as by
 chat template, and only what the assistant says has labels.
 """
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -76,12 +77,15 @@ class LazyImageTextBatch:
 class ImageTextEncoder:
     """Turns samples into ids, labels and normalized pixels.
 
-    `length` is the most tokens of text in a sample; the positions of images are not counted. Longer
-    text is cut, with the images after the cut.
+    `length` is the most tokens of text in a sample; the positions of images are not counted.
+    `context` is the most positions of both. What is longer is cut, with the images after the cut.
     """
 
-    def __init__(self, processor: TokenformerProcessor, length: int) -> None:
+    def __init__(
+        self, processor: TokenformerProcessor, length: int, context: int | None = None
+    ) -> None:
         self.processor, self.length = processor, length
+        self.context = sys.maxsize if context is None else context
         tokenizer = processor.tokenizer
         self.end = tokenizer.eos_token_id
         if self.end is None:
@@ -94,25 +98,29 @@ class ImageTextEncoder:
     def encode(self, sample: ImageText) -> EncodedSample:
         ids: list[int] = []
         labels: list[int] = []
-        images, room, target_bytes = 0, self.length, 0
+        images, target_bytes = 0, 0
+        room, left = self.length, self.context  # of text, and of text and images
         for text, is_target in segments(sample.turns):
             for part in split_images(text):
                 if part == IMAGE_TOKEN:
-                    if room:
-                        ids += self.image_run
-                        labels += [IGNORED] * len(self.image_run)
-                        images += 1
+                    if not room or left < len(self.image_run):
+                        room = 0
+                        continue
+                    ids += self.image_run
+                    labels += [IGNORED] * len(self.image_run)
+                    left -= len(self.image_run)
+                    images += 1
                     continue
-                found = self.tokens(part)[:room]
-                room -= len(found)
+                found = self.tokens(part)[: min(room, left)]
+                room, left = room - len(found), left - len(found)
                 ids += found
                 labels += found if is_target else [IGNORED] * len(found)
                 if is_target:
                     target_bytes += len(self.processor.tokenizer.decode(found).encode())
-            if is_target and room:  # the end of text, which is how the model stops
+            if is_target and room and left:  # the end of text, which is how the model stops
                 ids.append(self.end)
                 labels.append(self.end)
-                room -= 1
+                room, left = room - 1, left - 1
         pixels = [self.pixels(image) for image in sample.images[:images]]
         return EncodedSample(ids, labels, pixels, target_bytes)
 

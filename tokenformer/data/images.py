@@ -205,8 +205,6 @@ def decode_file(path: Path) -> Pixels:
 
 def decode(name: Any, read: Callable[[], Any]) -> Pixels:
     """Decode the Pillow image that `read` opens; errors call it `name`."""
-    from PIL import Image
-
     silence_size_warning()
     try:
         image = read()
@@ -217,7 +215,9 @@ def decode(name: Any, read: Callable[[], Any]) -> Pixels:
             return read_pixels(image)
     except FileNotFoundError:
         raise CorruptImageError(f"{name} does not exist") from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # on a damaged file Pillow can raise anything, such as struct.error
         reason = one_line(error)
         raise CorruptImageError(f"{name} cannot be read as an image: {reason}") from None
 

@@ -160,6 +160,9 @@ class CaptionMeasure:
     ) -> None:
         self.model, self.processor, self.batch_size = model, processor, batch_size
         self.encoder = ImageTextEncoder(processor, TEXT_LENGTH)
+        # Text alone is cut where it is after an image, so that the same text is measured.
+        after_image = model.config.max_position_embeddings - len(self.encoder.image_run)
+        self.encoder.length = min(TEXT_LENGTH, after_image)
         self.reader = ImageTextReader([], self.encoder)  # type: ignore[arg-type]
 
     def caption(self, image: Pixels | None, text: str) -> Callable[[], EncodedSample]:

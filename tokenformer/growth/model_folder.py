@@ -18,11 +18,13 @@ from transformers.modeling_utils import PreTrainedModel
 from tokenformer.growth.growth_report import ChangedPart, GrowthReport, format_shape, group_alike
 from tokenformer.growth.parameter_mapping import ParameterMapping
 from tokenformer.growth.sparsity_report import SparsityReport
+from tokenformer.growth.tokens.joint_growth import grow_new_tokens
 from tokenformer.growth.tokens.token_counts import target_token_counts
 from tokenformer.growth.tokens.token_growth import TokenGrowth
 from tokenformer.growth.transformer.methods import grow_transformer
 from tokenformer.models.block_configuration import BlockConfig
 from tokenformer.models.configuration import TokenConfig, Tokens, TransformerConfig
+from tokenformer.models.image_text import TokenformerForImageTextToText
 from tokenformer.models.language import TransformerForCausalLM
 from tokenformer.models.loading import check_folder, join_names, load_config, load_pretrained
 from tokenformer.models.model_card import read_history, write_card
@@ -44,6 +46,7 @@ COMPANION_FILES = (
     "merges.txt",
     "chat_template.jinja",
     "preprocessor_config.json",
+    "processor_config.json",
 )
 """Files of a model folder that do not change when the model grows."""
 
@@ -186,6 +189,19 @@ def grow_transformer_folder(
     return report
 
 
+def grow_joint_folder(
+    source: Path, out: Path, to: Any = None, *, verify: bool = True, **options: Any
+) -> GrowthReport:
+    """Grow the vision-language model in folder `source` into folder `out`; see
+    `grow_new_tokens`."""
+    model = load_pretrained(
+        TokenformerForImageTextToText, str(source), verify=verify, dtype="auto"
+    ).eval()
+    larger, report = grow_new_tokens(model, to, **options)
+    save_model_folder(larger, report, source, out)
+    return report
+
+
 def save_model_folder(
     model: PreTrainedModel, report: GrowthReport, source: Path, out: Path
 ) -> None:
@@ -229,7 +245,8 @@ def history_line(report: dict[str, Any]) -> str:
     """Return the line of the model card for a saved report of growth, pruning or merging."""
     method = report["method"]
     grown = "Grown by tokens" if method == "tokens" else f"Grown by {method}"
-    verb = {"prune": "Pruned", "merge": "Merged with another model"}.get(method, grown)
+    verbs = {"prune": "Pruned", "merge": "Merged with another model", "upcycle": "Upcycled"}
+    verb = verbs.get(method, grown)
     options = ", ".join(f"{name} {report[name]}" for name in ("init", "scale") if report[name])
     counts = f"{report['parameters_before']:,} to {report['parameters_after']:,} parameters"
     parts = [ChangedPart(p["name"], tuple(p["before"]), tuple(p["after"])) for p in report["parts"]]

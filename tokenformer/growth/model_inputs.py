@@ -1,5 +1,6 @@
 """Inputs of a model, token ids or images: random ones for probes, and checks of given ones."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,14 +26,26 @@ def random_batch(model: PreTrainedModel, seed: int) -> Tensor:
     return tokens.to(model.device)
 
 
-def run_model(model: PreTrainedModel, batch: Tensor) -> Any:
-    """Return the output of a model, with or without its head, on a batch of its main input."""
+def run_model(model: PreTrainedModel, batch: Any) -> Any:
+    """Return the output of a model, with or without its head, on a batch of its main input, or of
+    several inputs by name."""
+    if isinstance(batch, Mapping):
+        return model(**batch, use_cache=False)
     options = {} if model.main_input_name == "pixel_values" else {"use_cache": False}
     return model(**{model.main_input_name: batch}, **options)
 
 
+def to_device(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Mapping):
+        return {name: tensor.to(device) for name, tensor in batch.items()}
+    return batch.to(device)
+
+
 def check_batch(model: PreTrainedModel, batch: Any) -> None:
-    """Raise ValueError unless `batch` has the rank and dtype of the model's main input."""
+    """Raise ValueError unless `batch` has the rank and dtype of the model's main input; one of a
+    vision-language model may have several inputs."""
+    if isinstance(batch, Mapping) and "image" in model.input_modalities and "input_ids" in batch:
+        batch = batch["input_ids"]
     images = model.main_input_name == "pixel_values"
     if (
         not isinstance(batch, Tensor)

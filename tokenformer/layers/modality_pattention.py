@@ -9,6 +9,7 @@ a dense Pattention with a scale of its own. Compare Mixture-of-Transformers (arX
     y = layer(x, ModalityRows.of(is_image)) # x [B, T, d], is_image [B, T]
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,15 @@ class ModalityRows(NamedTuple):
         order = torch.empty_like(flat, dtype=torch.long)
         order[torch.cat((image, text))] = torch.arange(len(flat), device=flat.device)
         return cls(image, text, order)
+
+    def route(
+        self, x: Tensor, image: Callable[[Tensor], Tensor], text: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Apply `image` to the rows of images, `text` to the others: x [B, T, d_in] -> d_out."""
+        flat = x.flatten(0, -2)  # [R, d_in]
+        parts = image(flat.index_select(0, self.image)), text(flat.index_select(0, self.text))
+        joined = torch.cat(parts).index_select(0, self.order)  # [R, d_out]
+        return joined.view(*x.shape[:-1], -1)
 
 
 class ModalityPattention(Pattention):
@@ -115,11 +125,11 @@ class ModalityPattention(Pattention):
         """x [..., d_in] -> [..., d_out]; without `rows` all rows are text."""
         if rows is None:
             return self.attend(x, *self.token_set())
-        flat = x.flatten(0, -2)  # [R, d_in]
-        image = self.attend(flat.index_select(0, rows.image), *self.vision_token_set())
-        text = self.attend(flat.index_select(0, rows.text), *self.token_set())
-        joined = torch.cat((image, text)).index_select(0, rows.order)  # [R, d_out]
-        return joined.view(*x.shape[:-1], -1)
+        return rows.route(
+            x,
+            lambda image: self.attend(image, *self.vision_token_set()),
+            lambda text: self.attend(text, *self.token_set()),
+        )
 
     def extra_repr(self) -> str:
         return (

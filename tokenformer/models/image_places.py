@@ -30,14 +30,13 @@ class ImagePlaces:
     last: Tensor  # [B, T], index of the last position of the image; of a text position, its own
 
     @classmethod
-    def find(cls, input_ids: Tensor, image_token_id: int, count: int, size: int) -> "ImagePlaces":
-        """Find the places of `count` images of `size` positions each."""
-        mask = input_ids == image_token_id  # [B, T]
+    def find(cls, mask: Tensor, count: int, size: int) -> "ImagePlaces":
+        """Find the places of `count` images of `size` positions each, which `mask` [B, T] marks."""
         found = mask.sum(1)  # [B]
         if int(found.sum()) != count * size or bool((found % size != 0).any()):
             raise ValueError(
-                f"{count} images of {size} positions need {count * size} placeholders, id "
-                f"{image_token_id}; the sequences have {', '.join(map(str, found.tolist()))}"
+                f"{count} images of {size} positions need {count * size} placeholders; the "
+                f"sequences have {', '.join(map(str, found.tolist()))}"
             )
         rank = mask.long().cumsum(1) - 1  # of each placeholder in its sequence
         indices = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)

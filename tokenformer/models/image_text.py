@@ -19,7 +19,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import LogitsProcessorList
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    BaseModelOutputWithPooling,
+    CausalLMOutputWithPast,
+)
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForImageTextToText
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
@@ -140,10 +144,18 @@ class ProjectedImages(nn.Module):
         return self
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        with torch.no_grad():
-            features = self.encoder(pixel_values).last_hidden_state  # [N, P, d_vision]
-        projected: Tensor = self.projector(features)  # [N, P, d]
+        projected: Tensor = self.features(pixel_values).pooler_output  # [N, P, d]
         return projected
+
+    def features(self, pixel_values: Tensor, **options: Any) -> BaseModelOutputWithPooling:
+        with torch.no_grad():
+            outputs = self.encoder(pixel_values, **options | {"return_dict": True})
+        return BaseModelOutputWithPooling(
+            last_hidden_state=outputs.last_hidden_state,  # [N, P, d_vision]
+            pooler_output=self.projector(outputs.last_hidden_state),
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
 
     def position_ids(self, places: ImagePlaces, position_ids: Tensor) -> Tensor:
         return position_ids
@@ -195,30 +207,34 @@ class TokenformerImageTextModel(LanguageModel):
                 use_cache,
                 **options,
             )
-        if input_ids is None or inputs_embeds is not None:
-            raise ValueError("images need input_ids, which mark their places, not inputs_embeds")
         return self.forward_images(
             input_ids,
             pixel_values,
             attention_mask,
             position_ids,
             past_key_values,
+            inputs_embeds,
             use_cache,
             **options,
         )
 
     def forward_images(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None,
         pixel_values: Tensor,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         past_key_values: Cache | None,
+        inputs_embeds: Tensor | None,
         use_cache: bool | None,
         **options: Any,
     ) -> BaseModelOutputWithPast:
-        places = self.find_images(input_ids, pixel_values)
-        embeds = self.embed_tokens(input_ids.masked_fill(places.mask, 0))  # [B, T, d]
+        is_image = self.image_mask(input_ids, inputs_embeds)  # [B, T]
+        places = self.find_images(is_image, pixel_values)
+        embeds = inputs_embeds
+        if input_ids is not None:
+            embeds = self.embed_tokens(input_ids.masked_fill(is_image, 0))  # [B, T, d]
+        assert embeds is not None
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if position_ids is None:
@@ -255,14 +271,51 @@ class TokenformerImageTextModel(LanguageModel):
         side = self.images.patch_size
         return self.images.class_tokens + (height // side) * (width // side)
 
-    def find_images(self, input_ids: Tensor, pixel_values: Tensor) -> ImagePlaces:
+    def image_mask(self, input_ids: Tensor | None, inputs_embeds: Tensor | None = None) -> Tensor:
+        """Return which positions [B, T] are those of images: by their ids, or by the embedding of
+        the placeholder, if it has one."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds, not both and not neither")
+        marker = self.config.image_token_id
+        if input_ids is not None:
+            return input_ids == marker
+        assert inputs_embeds is not None
+        if marker >= self.config.vocab_size:
+            raise ValueError(
+                f"the places of images cannot be found in inputs_embeds: their placeholder, id "
+                f"{marker}, is not in the vocabulary of {self.config.vocab_size}; give input_ids"
+            )
+        return torch.eq(inputs_embeds, self.embed_tokens.weight[marker]).all(-1)
+
+    def find_images(self, mask: Tensor, pixel_values: Tensor) -> ImagePlaces:
         if pixel_values.ndim != 4:
             raise ValueError(
                 f"pixel_values have shape {tuple(pixel_values.shape)}; it must be [N, C, H, W], "
                 "all images of the batch in the order of its text"
             )
         size = self.image_positions(*pixel_values.shape[2:])
-        return ImagePlaces.find(input_ids, self.config.image_token_id, len(pixel_values), size)
+        return ImagePlaces.find(mask, len(pixel_values), size)
+
+    @can_return_tuple
+    def get_image_features(
+        self, pixel_values: Tensor, **options: Any
+    ) -> BaseModelOutputWithPooling:
+        """Return the features of images [N, C, H, W] after the final norm, [N, P, d]: of a `routed`
+        joint model, those of its vision model. `pooler_output` is what text attends to: the same,
+        or with a projector, its output."""
+        if isinstance(self.images, ProjectedImages):
+            return self.images.features(pixel_values.to(self.dtype), **options)
+        size = self.image_positions(*pixel_values.shape[2:])
+        marker = self.config.image_token_id
+        ids = torch.full((len(pixel_values), size), marker, device=pixel_values.device)
+        options |= {"use_cache": False, "return_dict": True}
+        outputs = self(ids, pixel_values=pixel_values, **options)
+        return BaseModelOutputWithPooling(
+            last_hidden_state=outputs.last_hidden_state,
+            pooler_output=outputs.last_hidden_state,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
 
     def _are_cached(self, input_ids: Tensor | None, cache: Cache | None) -> bool:
         """Whether these ids only continue a text whose images are in the cache: older versions of
@@ -289,11 +342,20 @@ class TextLogitsProcessors(LogitsProcessorList):
         self.image_token_id = image_token_id
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **options: Any) -> Tensor:
+        if input_ids.shape[1] == 0:  # the prompt was given as embeddings
+            return super().__call__(input_ids, scores, **options)
         is_image = input_ids == self.image_token_id
         text = (~is_image).long()
         indices = torch.arange(input_ids.shape[1], device=input_ids.device)
         last = input_ids.gather(1, (text * indices).argmax(1, keepdim=True))  # [B, 1]
         return super().__call__(torch.where(is_image, last, input_ids), scores, **options)
+
+
+def without_images(labels: Tensor, is_image: Tensor) -> Tensor:
+    """Ignore the labels [B, T] of images and of what follows one."""
+    follows = torch.zeros_like(is_image)
+    follows[:, 1:] = is_image[:, :-1]
+    return labels.masked_fill(is_image | follows, IGNORED)
 
 
 class TokenformerForImageTextToText(LanguageModelForCausalLM):
@@ -326,8 +388,8 @@ class TokenformerForImageTextToText(LanguageModelForCausalLM):
     ) -> CausalLMOutputWithPast:
         """`labels` are the input ids (they are shifted here), with -100 where the loss is ignored.
         Images have no labels, and an image position predicts none."""
-        if labels is not None and input_ids is not None and pixel_values is not None:
-            labels = self.text_labels(labels, input_ids)
+        if labels is not None and pixel_values is not None:
+            labels = without_images(labels, self.model.image_mask(input_ids, inputs_embeds))
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -344,23 +406,10 @@ class TokenformerForImageTextToText(LanguageModelForCausalLM):
     def text_labels(self, labels: Tensor, input_ids: Tensor) -> Tensor:
         """Ignore the labels of images, and of the text that follows one immediately: in a joint
         model an image position has seen no text."""
-        is_image = input_ids == self.config.image_token_id
-        follows = torch.zeros_like(is_image)
-        follows[:, 1:] = is_image[:, :-1]
-        return labels.masked_fill(is_image | follows, IGNORED)
+        return without_images(labels, self.model.image_mask(input_ids))
 
-    def get_image_features(self, pixel_values: Tensor) -> Tensor:
-        """Return the features of images [N, C, H, W] after the final norm, [N, P, d]: of a `routed`
-        joint model, those of its vision model. With a projector, its output."""
-        model = self.model
-        if not self.config.is_joined:
-            projected: Tensor = model.images(pixel_values.to(self.dtype))
-            return projected
-        size = model.image_positions(*pixel_values.shape[2:])
-        marker = self.config.image_token_id
-        ids = torch.full((len(pixel_values), size), marker, device=pixel_values.device)
-        features: Tensor = model(ids, pixel_values=pixel_values, use_cache=False).last_hidden_state
-        return features
+    def get_image_features(self, pixel_values: Tensor, **options: Any) -> Any:
+        return self.model.get_image_features(pixel_values, **options)
 
     @staticmethod
     def create_masks_for_generate(*, attention_mask: Tensor | None, **_: Any) -> Tensor | None:
@@ -377,9 +426,11 @@ class TokenformerForImageTextToText(LanguageModelForCausalLM):
     ) -> Any:
         """Repeat every sequence with its own images, which may be several or none."""
         pixels = inputs.pop("pixel_values", None)
-        if pixels is not None and input_ids is not None and expand_size > 1:
+        if pixels is not None and expand_size > 1:
             size = self.model.image_positions(*pixels.shape[2:])
-            counts = (input_ids == self.config.image_token_id).sum(1) // size
+            embeds = inputs.get("inputs_embeds")
+            mask = self.model.image_mask(input_ids if embeds is None else None, embeds)
+            counts = mask.sum(1) // size
             rows = pixels.split(counts.tolist())
             pixels = torch.cat([each.repeat(expand_size, 1, 1, 1) for each in rows])
         ids, expanded = super()._expand_inputs_for_generation(

@@ -122,12 +122,16 @@ class TokenformerImageTextConfig(TokenConfig, LanguageConfig):
     def scale(self, projection: str, layer: int) -> float:
         """Scale of the language half; for `shared` the sum of both, by which every token keeps its
         weight (see `growth/tokens/merge.py`)."""
-        scales = (self.scale_tokens or {}).get(projection)
-        own = scales[layer] if scales else None
-        scale = float(super().tokens(projection, layer) if own is None else own)
+        scale = self.language_scale(projection, layer)
         if self.mode == "shared":
             return scale + self.vision_scale(projection, layer)
         return scale
+
+    def language_scale(self, projection: str, layer: int) -> float:
+        """Scale of the language half."""
+        scales = (self.scale_tokens or {}).get(projection)
+        own = scales[layer] if scales else None
+        return float(super().tokens(projection, layer) if own is None else own)
 
     def vision_scale(self, projection: str, layer: int) -> float:
         """Scale of the vision half."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.models.auto.processing_auto import AutoProcessor
-from transformers.processing_utils import ProcessorMixin
+from transformers.processing_utils import ProcessingKwargs, ProcessorMixin
 
 from tokenformer.models.block_configuration import STUB_MODULE
 from tokenformer.models.image_processing import TokenformerImageProcessor
@@ -114,42 +114,38 @@ class TokenformerProcessor(ProcessorMixin):
         """Return the number of placeholders of an image of this size, in pixels of the model."""
         return self.class_tokens + (height // self.patch_size) * (width // self.patch_size)
 
+    def image_text(self, height: int, width: int) -> str:
+        """Return what takes the place of `<image>` in the text, for an image of this size."""
+        return IMAGE_TOKEN * self.image_positions(height, width) + self.end_of_image
+
     def __call__(
-        self,
-        images: Any = None,
-        text: str | list[str] | None = None,
-        return_tensors: str | None = None,
-        **options: Any,
+        self, images: Any = None, text: str | list[str] | None = None, **options: Any
     ) -> BatchFeature:
         """Return `input_ids`, `attention_mask` and, with images, `pixel_values`.
 
         `images` is an image, a list of all images in the order of the text, or a list of lists of
-        them, one list per text. `options` are those of the tokenizer; `images_kwargs` of the image
-        processor.
+        them, one list per text. `options` are those of the tokenizer and of the image processor;
+        `text_kwargs` and `images_kwargs` are for one of them.
         """
         if text is None:
             raise ValueError(f"text is missing; it says with {IMAGE_TOKEN} where the images are")
         texts = [text] if isinstance(text, str) else list(text)
-        options |= options.pop("text_kwargs", {})
         given = flat_images(images, texts)
-        data: dict[str, Any] = {}
-        size = 0
-        if given:
-            pixels = self.image_processor(
-                given, return_tensors=return_tensors, **options.pop("images_kwargs", {})
-            )
-            data["pixel_values"] = pixels["pixel_values"]
-            size = self.image_positions(*data["pixel_values"][0].shape[1:])
         marked = sum(each.count(IMAGE_TOKEN) for each in texts)
         if marked != len(given):
             raise ValueError(f"the text has {marked} times {IMAGE_TOKEN} for {len(given)} images")
-        expanded = IMAGE_TOKEN * size + self.end_of_image
-        texts = [each.replace(IMAGE_TOKEN, expanded) for each in texts]
-        options.pop("images_kwargs", None)
-        encoded = self.tokenizer(
-            texts, return_tensors=return_tensors, return_token_type_ids=False, **options
+        merged = self._merge_kwargs(
+            ProcessingKwargs, tokenizer_init_kwargs=self.tokenizer.init_kwargs, **options
         )
-        return BatchFeature({**encoded, **data}, tensor_type=return_tensors)
+        data: dict[str, Any] = {}
+        if given:
+            pixels = self.image_processor(given, **merged["images_kwargs"])
+            data["pixel_values"] = pixels["pixel_values"]
+            expanded = self.image_text(*data["pixel_values"][0].shape[1:])
+            texts = [each.replace(IMAGE_TOKEN, expanded) for each in texts]
+        text_options = {"return_token_type_ids": False, **merged["text_kwargs"]}
+        encoded = self.tokenizer(texts, **text_options)
+        return BatchFeature({**encoded, **data}, tensor_type=text_options.get("return_tensors"))
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> Any:
         """Save as transformers does, with the stub that `auto_map` names if a model has not."""

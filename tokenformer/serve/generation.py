@@ -157,10 +157,14 @@ class Sampler:
 
 
 class Generation:
-    """A request: its prompt ids [1, T], settings and streamer."""
+    """A request: its prompt ids [1, T], the pixels of its images, settings and streamer."""
 
-    def __init__(self, ids: Tensor, config: Any, streamer: TokenStreamer) -> None:
+    def __init__(
+        self, ids: Tensor, config: Any, streamer: TokenStreamer, pixels: Tensor | None = None
+    ) -> None:
         self.ids = ids
+        self.images = {} if pixels is None else {"pixel_values": pixels}
+        """Inputs of the model besides the ids."""
         self.config = config
         self.streamer = streamer
         self.adapter: str | None = getattr(config, "adapter", None)
@@ -190,6 +194,7 @@ class Generation:
         torch.manual_seed(torch.seed() if seed is None else seed)
         model.generate(
             self.ids,
+            **self.images,
             attention_mask=torch.ones_like(self.ids),
             generation_config=self.config,
             streamer=self.streamer,

@@ -42,7 +42,7 @@ class GenerationBatch:
                 self.run_alone(request)
                 return
             request.start(self.model)
-            logits = self.decoder.add(request.ids, request.adapter)
+            logits = self.decoder.add(request.ids, request.adapter, **request.images)
         except Exception as error:
             request.stop(error, self.shutting_down)
             return

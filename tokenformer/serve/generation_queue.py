@@ -101,7 +101,9 @@ class GenerationQueue(GenerateManager):
         inputs["streamer"] = streamer  # for the handler to cancel
         if self.shutting_down:
             streamer.cancel()
-        self.waiting.append(Generation(ids, gen_config, streamer))
+        pixels = inputs.get("pixel_values")
+        pixels = None if pixels is None else pixels.to(model.device)
+        self.waiting.append(Generation(ids, gen_config, streamer, pixels))
         self.submit(self.work)
         return queue, streamer
 

@@ -1,4 +1,4 @@
-"""Limits of `tokenformer serve`: hosts, API key, body size, timeouts and queue length."""
+"""Limits of `tokenformer serve`: hosts, API key, sizes, timeouts and queue length."""
 
 import ipaddress
 import re
@@ -72,6 +72,10 @@ class Limits:
     """Seconds for a client to send the headers, and again for the body."""
     template_timeout: float = 10.0
     """Seconds for rendering a chat template."""
+    max_images: int = 16
+    """Maximum number of images in a request."""
+    max_image_pixels: int = 2**25
+    """Maximum number of pixels of an image, checked before it is decoded."""
     api_key: str | None = field(default=None, repr=False)
     hosts: HostCheck = HostCheck()
 
@@ -80,8 +84,11 @@ class Limits:
             raise LimitError(f"--max_body {self.max_body} must be at least 1 byte")
         if self.max_queue < 0:
             raise LimitError(f"--max_queue {self.max_queue} must be 0 or more")
-        if self.max_batch < 1:
-            raise LimitError(f"--max_batch {self.max_batch} must be at least 1")
+        if self.max_images < 0:
+            raise LimitError(f"--max_images {self.max_images} must be 0 or more")
+        for name in ("max_batch", "max_image_pixels"):
+            if getattr(self, name) < 1:
+                raise LimitError(f"--{name} {getattr(self, name)} must be at least 1")
         for name in ("request_timeout", "template_timeout"):
             seconds = getattr(self, name)
             if not 0 < seconds <= 86_400:

@@ -11,7 +11,9 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     ValidationError,
     model_validator,
 )
@@ -95,18 +97,39 @@ class CompletionRequest(Request):
         return body
 
 
-class Part(BaseModel):
+class TextPart(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["text"]
     text: Text
 
 
+class ImageURL(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    url: Text
+    detail: Literal["auto"] = "auto"  # every image takes as many positions
+
+
+class ImagePart(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["image_url"]
+    image_url: ImageURL
+
+
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+Content = Annotated[
+    Annotated[Text, Tag("text")] | Annotated[list[Part], Tag("parts")],
+    Discriminator(lambda given: "parts" if isinstance(given, list) else "text"),
+]
+
+
 class Message(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     role: Text
-    content: Text | list[Part]
+    content: Content
 
 
 class ChatRequest(Request):

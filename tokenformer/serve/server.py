@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.server import build_server
-from transformers.cli.serving.utils import GenerationState, Modality
+from transformers.cli.serving.utils import GenerationState
 
 from tokenformer.errors import TokenformerError
 from tokenformer.models.loading import join_names
@@ -103,7 +103,7 @@ class ValidatingHandler:
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         self._validate_request(body)
         with self.queue.admit():
-            inputs = {"input_ids": await self.encode(body)}
+            inputs = await self.encode(body)
         model, tokenizer = self.model_manager.model, self.model_manager.tokenizer
         config = self._build_generation_config(body, model.generation_config)
         config.adapter = self.model_manager.adapter(body.get("model"))  # it may be gone by now
@@ -113,7 +113,8 @@ class ValidatingHandler:
             return self._streaming(*arguments)
         return await self._non_streaming(*arguments)  # type: ignore[attr-defined]
 
-    async def encode(self, body: dict[str, Any]) -> Any:
+    async def encode(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs of the model."""
         raise NotImplementedError
 
     def _validate_request(self, body: dict[str, Any]) -> None:
@@ -181,16 +182,15 @@ async def with_done_event(events: Any) -> AsyncIterator[str]:
 class ValidatingCompletionHandler(ValidatingHandler, CompletionHandler):
     request = CompletionRequest
 
-    async def encode(self, body: dict[str, Any]) -> Any:
+    async def encode(self, body: dict[str, Any]) -> dict[str, Any]:
         return await self.encoder.encode(body["prompt"])
 
 
 class ValidatingChatHandler(ValidatingHandler, ChatCompletionHandler):
     request = ChatRequest
 
-    async def encode(self, body: dict[str, Any]) -> Any:
-        messages = self.get_processor_inputs_from_messages(body["messages"], Modality.LLM)
-        return await self.encoder.encode_chat(messages)
+    async def encode(self, body: dict[str, Any]) -> dict[str, Any]:
+        return await self.encoder.encode_chat(body["messages"])
 
 
 def add_adapter_routes(app: FastAPI, manager: SingleModelManager, queue: GenerationQueue) -> None:

@@ -1,14 +1,14 @@
 """The data and models of a recipe for images with text."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tokenformer.data.augmentation_options import AugmentationOptions
 from tokenformer.data.image_text_batches import ImageTextEncoder, ImageTextReader
 from tokenformer.data.image_text_sources import AnyImageText, load_image_text
 from tokenformer.data.tokenizer import load_tokenizer
-from tokenformer.errors import DataError, one_line
-from tokenformer.growth.tokens.join import set_part_rates
+from tokenformer.errors import CheckpointError, DataError, one_line
 from tokenformer.models.image_text import TokenformerForImageTextToText
 from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
 from tokenformer.models.image_text_processing import (
@@ -23,6 +23,11 @@ from tokenformer.train.image_text_task import ImageTextTask
 from tokenformer.train.options import Recipe
 from tokenformer.train.recipe_inputs import check_image_text, new_config
 from tokenformer.train.run_record import MODEL
+
+PROCESSOR = "processor"
+"""The key of the processor in a checkpoint's state."""
+ANY_BYTES = "surrogateescape"
+"""How bytes that are not UTF-8 become text, and back."""
 
 
 class ImageTextWorkload:
@@ -46,6 +51,8 @@ class ImageTextWorkload:
         self.train: AnyImageText = splits.train
         self.held_out = splits.held_out if recipe.run.validate_every else None
         self.processor: TokenformerProcessor | None = None
+        self.files: dict[str, str] | None = None
+        """Those of the processor."""
 
     def first_model(self) -> TokenformerForImageTextToText:
         """Return the initial model: on the meta device, or loaded from `start_from`."""
@@ -60,13 +67,16 @@ class ImageTextWorkload:
         return built
 
     def saved_model(self, state: dict[str, Any]) -> TokenformerForImageTextToText:
-        """Return the model of a checkpoint, on the meta device."""
+        """Return the model of a checkpoint, on the meta device, and take over its processor."""
+        self.files = state.get(PROCESSOR)
         model = build_on_meta(state["config"])
         assert isinstance(model, TokenformerForImageTextToText)
         return model
 
     def state(self) -> dict[str, Any]:
-        return {}
+        """Keep the processor in every checkpoint: the folder of `start_from` may be gone when the
+        run resumes."""
+        return {PROCESSOR: self.files}
 
     def notes(self, model: TokenformerForImageTextToText) -> list[str]:
         return []
@@ -78,35 +88,43 @@ class ImageTextWorkload:
         """A vision-language model does not grow."""
 
     def preprocessor(self, model: TokenformerForImageTextToText) -> TokenformerProcessor:
-        """Return the processor to export with the model: that of the model the run started from, or
-        a new one."""
+        """Return the processor to export with the model: that of the checkpoint, of the model the
+        run started from, or a new one."""
         if self.processor is None:
-            start = self.recipe.model.start_from
-            self.processor = (
-                TokenformerProcessor.for_model(
-                    model.config, new_tokenizer(self.recipe.data.tokenizer)
-                )
-                if start is None
-                else load_processor(start)
-            )
+            if self.files is None:
+                self.files = pack_processor(self.first_processor(model))
+            # Loaded also in a new run: one that was loaded is saved with more entries.
+            self.processor = unpack_processor(self.files)
         return self.processor
 
+    def first_processor(self, model: TokenformerForImageTextToText) -> TokenformerProcessor:
+        start = self.recipe.model.start_from
+        if start is not None:
+            return load_processor(start)
+        tokenizer = new_tokenizer(self.recipe.data.tokenizer)
+        return TokenformerProcessor.for_model(model.config, tokenizer)
+
     def task(self, model: TokenformerForImageTextToText) -> ImageTextTask:
-        set_part_rates(model.config, **self.recipe.optimizer.part_rates)
-        encoder = ImageTextEncoder(self.preprocessor(model), self.recipe.data.length)
-        positions = len(encoder.image_run) + self.recipe.data.length
-        if positions > model.config.max_position_embeddings:
+        rates = self.recipe.optimizer.part_rates
+        if rates and not model.config.is_joined:
+            raise ValueError(
+                f"optimizer.part_rates={rates}: a model of mode projector has one set of tokens; "
+                'use rates, such as {"*": 0, "model.images.projector.*": 1}'
+            )
+        length, context = self.recipe.data.length, model.config.max_position_embeddings
+        encoder = ImageTextEncoder(self.preprocessor(model), length, context)
+        positions = len(encoder.image_run) + length
+        if positions > context:
             raise DataError(
-                f"an image and data.length={self.recipe.data.length} tokens of text take "
-                f"{positions} positions, more than the {model.config.max_position_embeddings} of "
-                "the model; lower data.length"
+                f"an image and data.length={length} tokens of text take {positions} positions, "
+                f"more than the {context} of the model; lower data.length"
             )
         workers = self.recipe.data.workers
         return ImageTextTask(
             model,
             ImageTextReader(self.train, encoder, workers),
             None if self.held_out is None else ImageTextReader(self.held_out, encoder, workers),
-            length=self.recipe.data.length,
+            length=length,
             seed=self.recipe.run.seed,
         )
 
@@ -144,12 +162,41 @@ def new_tokenizer(name: str) -> Any:
     return tokenizer
 
 
+def pack_processor(processor: TokenformerProcessor) -> dict[str, str]:
+    """Return the files of a processor by name, as JSON values."""
+    with TemporaryDirectory() as folder:
+        processor.save_pretrained(folder)
+        files = (path for path in Path(folder).rglob("*") if path.is_file())
+        return {
+            str(path.relative_to(folder)): path.read_bytes().decode(errors=ANY_BYTES)
+            for path in sorted(files)
+        }
+
+
+def unpack_processor(files: Any) -> TokenformerProcessor:
+    damaged = CheckpointError("the checkpoint has no processor that can be loaded")
+    if not isinstance(files, dict):
+        raise damaged
+    with TemporaryDirectory() as folder:
+        for name, content in files.items():
+            path = Path(folder, name)
+            inside = path.resolve().is_relative_to(Path(folder).resolve())
+            if not inside or not isinstance(content, str):
+                raise damaged
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content.encode(errors=ANY_BYTES))
+        try:
+            return load_processor(folder)
+        except DataError:
+            raise damaged from None
+
+
 def load_processor(folder: str) -> TokenformerProcessor:
     """Load the processor in a model folder or of a hub name."""
     try:
         found: TokenformerProcessor = TokenformerProcessor.from_pretrained(
             str(Path(folder)) if Path(folder).is_dir() else folder, trust_remote_code=False
         )
-    except (OSError, ValueError, TypeError) as error:
+    except Exception as error:  # transformers can raise anything on a damaged folder
         raise DataError(f"{folder} has no processor: {one_line(error)}") from None
     return found

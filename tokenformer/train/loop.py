@@ -23,7 +23,7 @@ from tokenformer.train.loss_spikes import SpikeDetector
 from tokenformer.train.memory import check_memory, explained_memory
 from tokenformer.train.metrics import Row
 from tokenformer.train.nested_dropout import NestedDropout
-from tokenformer.train.optimizer import clip_gradients, make_optimizer, set_rate
+from tokenformer.train.optimizer import clip_gradients, freeze, make_optimizer, set_rate
 from tokenformer.train.options import OptimizerOptions, RunOptions, ScheduleOptions
 from tokenformer.train.parallel.distribute import (
     distribute,
@@ -80,12 +80,13 @@ class Loop:
         check_batch_size(run.batch_size, self.ranks.count)
         if run.activation_checkpointing:
             task.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.trained = task.model if task.trained is None else task.trained
+        freeze(self.trained, optimizer)
         self.module = distribute(task.model, task.module, run.parallel, run.seed, self.mesh)
         task.model.train()
-        self.trained = task.model if task.trained is None else task.trained
         self.parameters = list(self.trained.parameters())  # listing them takes as long as clipping
         self.optimizer = make_optimizer(self.trained, optimizer)
-        self.row_rates = RowRates(task.model)
+        self.row_rates = RowRates(task.model, optimizer.part_rates)
         self.balance = RouterBalance(task.model, self.ranks)
         self.anneal = None if anneal_steps is None else ScaleAnneal(task.model, anneal_steps)
         self.ema = WeightEMA(self.trained, run.ema) if run.ema is not None else None

@@ -11,13 +11,18 @@ from torch import Tensor
 
 from tokenformer.growth.grow import TOKENS, grow
 from tokenformer.growth.growth_report import GrowthReport
-from tokenformer.growth.model_folder import grow_folder, grow_transformer_folder
+from tokenformer.growth.model_folder import (
+    grow_folder,
+    grow_joint_folder,
+    grow_transformer_folder,
+)
 from tokenformer.growth.tokens.token_counts import config_with_tokens, target_token_counts
 from tokenformer.growth.tokens.token_growth import check_options
 from tokenformer.growth.transformer.methods import check_method
 from tokenformer.growth.transformer.target_config import SIZES, target_config
 from tokenformer.models.block_configuration import BlockConfig
 from tokenformer.models.configuration import TokenConfig, TransformerConfig
+from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
 from tokenformer.models.loading import load_config
 from tokenformer.paths import is_local
 from tokenformer.train.options import GrowthOptions
@@ -50,6 +55,8 @@ def grow_model_folder(
     config = load_config(str(source))
     to = target(options.to, config)
     arguments = {**growth_arguments(config, options, batches), "verify": verify}
+    if isinstance(config, TokenformerImageTextConfig):
+        return grow_joint_folder(source, out, to, **arguments)
     if isinstance(config, TokenConfig):
         return grow_folder(source, out, to, **arguments)
     if isinstance(config, TransformerConfig):

@@ -194,6 +194,11 @@ def set_part_rates(config: TokenformerImageTextConfig, **rates: float | None) ->
     factors = [1.0 if rate is None else rate for rate in given]
     if any(rate < 0 for rate in factors):
         raise ValueError(f"rates {rates} of tokens must not be negative; 0 freezes")
+    if not config.is_joined and factors[1:] != [1.0, 1.0]:
+        raise ValueError(
+            f"rates {rates}: mode='projector' has one set of tokens; freeze it with the training "
+            "loop's rates"
+        )
     if set(factors) == {1.0} or not config.is_joined:
         config.token_rates = None
         return
@@ -257,11 +262,7 @@ def report_join(
     model.eval()
     before = vision.forward_features(images)
     moved = images.to(model.device)
-    after = (
-        model.get_image_features(moved)
-        if model.config.is_joined
-        else model.model.images.encoder(moved).last_hidden_state
-    )
+    after = model.get_image_features(moved).last_hidden_state
     vision.train(trained[0])
     model.train(trained[1])
     text = random_batch(language, seed)

@@ -30,7 +30,8 @@ from tokenformer.layers.pattention import Pattention
 def set_active_share(model: nn.Module, share: float | None) -> None:
     """Use the first ceil(share n) tokens of every Pattention layer; None uses all."""
     check_not_quantized(getattr(model, "config", None))
-    check_not_joint(getattr(model, "config", None))
+    if share is not None:
+        check_not_joint(getattr(model, "config", None))
     for module in model.modules():
         if isinstance(module, Pattention):
             count = None if share is None else token_share(module.num_tokens, share)

@@ -16,14 +16,16 @@ Tokens with zero keys are idle, except with softmax: they have no score, no weig
 the norm. They are dropped first, which is exact, keeps the scale and needs no data.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tokenformer.growth.growth_report import GrowthReport
 from tokenformer.growth.model_from_tensors import ModelT
+from tokenformer.growth.tokens.joint_prune import prune_joint
 from tokenformer.growth.tokens.prefix import active_share
 from tokenformer.growth.tokens.refit import refit_values
 from tokenformer.growth.tokens.rewrite import replace_tokens
@@ -34,9 +36,14 @@ from tokenformer.growth.tokens.token_set import (
     check_tokenformer,
     token_layers,
 )
-from tokenformer.growth.tokens.token_usage import token_statistics
-from tokenformer.layers.pattention import Pattention
+from tokenformer.growth.tokens.token_usage import (
+    idle_tokens,
+    kept_share,
+    rows_to_keep,
+    token_statistics,
+)
 from tokenformer.models.configuration import Tokens
+from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
 
 SCALE_POLICIES = ("measured", "frozen")
 
@@ -44,9 +51,10 @@ SCALE_POLICIES = ("measured", "frozen")
 @torch.no_grad()
 def prune(
     model: ModelT,
-    batches: Iterable[Tensor] | None = None,
+    batches: Iterable[Any] | None = None,
     *,
     keep: float | None = None,
+    parts: Sequence[str] | None = None,
     scale: str = "measured",
     refit: bool = True,
     **tokens: Tokens,
@@ -58,16 +66,27 @@ def prune(
     Args:
         model: a TokenFormer; it is not changed.
         batches: token ids [B, T] or images [B, C, H, W] like those the model is used on, with many
-            more rows than a layer keeps tokens. Required to drop tokens other than zero keys.
+            more rows than a layer keeps tokens. Required to drop tokens other than zero keys. Of a
+            vision-language model, what its processor returns.
         keep: the share of every layer's tokens to keep, rounded up.
+        parts: for a vision-language model, which of its tokens to drop, any of `vision`, `new` and
+            `language`; by default all. See `joint_prune`.
         scale: `measured`, as above, or `frozen`, unchanged.
         refit: whether to fit the kept tokens' values to compensate for the dropped ones.
         **tokens: instead of `keep`, any of qkv_tokens, output_tokens, ffn_tokens, q_tokens,
             k_tokens and v_tokens: an int, or one per layer.
     """
-    check_tokenformer(model, "can be pruned")
     if scale not in SCALE_POLICIES:
         raise ValueError(f"scale={scale!r} is unknown; choose one of {', '.join(SCALE_POLICIES)}")
+    if isinstance(getattr(model, "config", None), TokenformerImageTextConfig):
+        if tokens:
+            raise ValueError(
+                f"a vision-language model is pruned by keep and parts, not by {', '.join(tokens)}"
+            )
+        return prune_joint(model, batches, keep=keep, parts=parts, scale=scale, refit=refit)
+    check_tokenformer(model, "can be pruned")
+    if parts is not None:
+        raise ValueError(f"parts={parts} is for a vision-language model; leave it out")
     idle = {name: idle_tokens(module) for name, (_, module) in token_layers(model).items()}
     if keep is None and not tokens:
         sizes = counts_without_idle(model, idle)
@@ -125,31 +144,6 @@ def keep_tokens(
     replacements = {name: Replacement(tokens[name], rows) for name, rows in kept.items()}
     with active_share(model, None):  # the report compares with the whole model
         return replace_tokens(model, replacements, method="prune", scale=scale, exact=not shares)
-
-
-def kept_share(share: Tensor, rows: Tensor) -> float:
-    """Return the share of the norm of these rows; exactly 1 if the others have none."""
-    dropped = torch.ones(len(share), dtype=torch.bool)
-    dropped[rows] = False
-    held, lost = share[rows].sum().item(), share[dropped].sum().item()
-    return held / (held + lost) if held > 0 else 1.0  # a scale is positive
-
-
-def rows_to_keep(count: int, idle: Tensor, contribution: Tensor | None = None) -> Tensor:
-    """Return the `count` rows with the largest contribution, idle ones last, in their old order.
-    Ties keep the first rows."""
-    rank = torch.zeros(len(idle), dtype=torch.float64)
-    if contribution is not None:
-        rank = contribution.clone()
-    rank[idle] = -1.0
-    return rank.argsort(descending=True, stable=True)[:count].sort().values
-
-
-def idle_tokens(module: Pattention) -> Tensor:
-    """Return a mask [n] of the tokens that can be dropped without changing the output."""
-    if module.theta == "softmax":  # a zero key still has the weight exp(0)
-        return torch.zeros(module.num_tokens, dtype=torch.bool)
-    return (module.key_tokens == 0).all(1).cpu()
 
 
 def counts_without_idle(model: nn.Module, idle: Mapping[str, Tensor]) -> TokenCounts:

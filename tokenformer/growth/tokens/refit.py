@@ -11,6 +11,7 @@ fitted in several passes over the data.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,18 +21,22 @@ from tokenformer.growth.tokens.token_set import TokenSet
 from tokenformer.growth.tokens.token_usage import observe_inputs, row_chunks, scores_and_weights
 from tokenformer.layers.pattention import Pattention
 
+Name = TypeVar("Name")
 RIDGE = 1e-3
 """Lambda, relative to the mean of the diagonal of W^T W."""
 MAX_BYTES = 1 << 30
 
 
 class ValueFit:
-    """The ridge regression of one layer."""
+    """The ridge regression of one layer, for the values of all kept tokens or of those that `free`
+    [m] marks."""
 
-    def __init__(self, module: Pattention, kept: TokenSet) -> None:
+    def __init__(self, module: Pattention, kept: TokenSet, free: Tensor | None = None) -> None:
         self.module, self.kept = module, kept
-        self.gram = torch.zeros(kept.size, kept.size, dtype=torch.float64)
-        self.residual = torch.zeros(kept.values.shape, dtype=torch.float64)
+        self.free = torch.ones(kept.size, dtype=torch.bool) if free is None else free
+        count = int(self.free.sum())
+        self.gram = torch.zeros(count, count, dtype=torch.float64)
+        self.residual = torch.zeros(count, kept.values.shape[1], dtype=torch.float64)
 
     def add(self, x: Tensor) -> None:
         layer, kept = self.module, self.kept
@@ -42,16 +47,19 @@ class ValueFit:
             _, weights = scores_and_weights(layer, rows, kept.keys, kept.scale)  # [R, m]
             target = whole @ layer.value_tokens.to(whole.dtype)  # [R, d_out]
             missing = target - weights @ kept.values.to(whole.dtype)
+            weights = weights[:, self.free.to(weights.device)]
             self.gram += (weights.T @ weights).cpu().double()
             self.residual += (weights.T @ missing).cpu().double()
 
     def values(self) -> Tensor:
+        values = self.kept.values.clone()
         damping = RIDGE * self.gram.diagonal().mean()
-        if not damping > 0:  # all weights are zero
-            return self.kept.values
+        if not damping > 0:  # all weights are zero, or no value is free
+            return values
         self.gram.diagonal().add_(damping)
         change = torch.cholesky_solve(self.residual, torch.linalg.cholesky(self.gram))
-        return self.kept.values + change.to(self.kept.values)
+        values[self.free.to(values.device)] += change.to(values)
+        return values
 
 
 def refit_values(
@@ -66,9 +74,9 @@ def refit_values(
     return values
 
 
-def memory_groups(kept: Mapping[str, TokenSet]) -> Iterator[list[str]]:
+def memory_groups(kept: Mapping[Name, TokenSet]) -> Iterator[list[Name]]:
     """Yield groups of layers whose sums fit in `MAX_BYTES`."""
-    group: list[str] = []
+    group: list[Name] = []
     held = 0
     for name, tokens in kept.items():
         size = 8 * tokens.size * (tokens.size + tokens.values.shape[1])

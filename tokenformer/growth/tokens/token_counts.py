@@ -4,11 +4,11 @@ Growth only adds tokens and pruning only drops them; width and depth do not chan
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from tokenformer.models.configuration import PROJECTIONS, TokenConfig, Tokens
+from tokenformer.models.configuration import PROJECTIONS, TOKEN_OPTIONS, TokenConfig, Tokens
 from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
 
 LayerProjection = tuple[str, int]
@@ -16,7 +16,6 @@ LayerProjection = tuple[str, int]
 TokenCounts = dict[LayerProjection, int]
 """Number of tokens of each projection."""
 
-TOKEN_OPTIONS = ("qkv_tokens", "output_tokens", "ffn_tokens", "q_tokens", "k_tokens", "v_tokens")
 FIXED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
@@ -42,13 +41,19 @@ def check_dense(config: TokenConfig, verb: str) -> None:
         )
 
 
+def check_projections(projections: Sequence[str]) -> None:
+    if unknown := [name for name in projections if name not in PROJECTIONS]:
+        raise ValueError(f"projections={unknown} are unknown; choose from {', '.join(PROJECTIONS)}")
+    if not projections:
+        raise ValueError("projections is empty; name at least one, such as ffn")
+
+
 def check_not_joint(config: Any) -> None:
     """Refuse a vision-language model, whose layers hold the tokens of two models."""
     if isinstance(config, TokenformerImageTextConfig):
         raise ValueError(
-            "a vision-language model cannot be pruned, merged, cut to a prefix or grown on disk; "
-            "change its vision or language model and join them again, or add tokens in Python: "
-            "tokenformer.grow(model, new_tokens=128)"
+            "a vision-language model cannot be merged, cut to a prefix or made sparse, and grows "
+            "by new tokens only; change its vision or language model and join them again"
         )
 
 
@@ -141,25 +146,30 @@ def config_with_tokens(
     ages: Mapping[LayerProjection, list[int]] | None = None,
 ) -> TokenConfig:
     """Return `config` with other token counts, scales, learning rate factors and ages."""
-    options = config.to_dict()
-    layers = range(config.num_hidden_layers)
-    if isinstance(config, TokenformerImageTextConfig):
+    if isinstance(config, TokenformerImageTextConfig) and config.is_joined:
         return joint_config(config, sizes, rates or {}, ages or {})
+    depth = config.num_hidden_layers
+    options = config.to_dict() | count_options(sizes, scales or {}, depth)
+    options["learned_scale"] = learned_scale
+    options["token_rates"] = rows_by_layer(rates or {}, depth, usual=1)
+    options["token_ages"] = rows_by_layer(ages or {}, depth, usual=0)
+    return type(config).from_dict(options)
+
+
+def count_options(
+    sizes: TokenCounts, scales: Mapping[LayerProjection, float], depth: int
+) -> dict[str, Any]:
+    """Return the options of a configuration with these token counts and scales."""
+    layers = range(depth)
     counts = {p: collapse_equal([sizes[p, layer] for layer in layers]) for p in PROJECTIONS}
-    options |= {"output_tokens": counts["o"], "ffn_tokens": counts["ffn"]}
+    options: dict[str, Any] = {"output_tokens": counts["o"], "ffn_tokens": counts["ffn"]}
     same = counts["q"] == counts["k"] == counts["v"]
     options["qkv_tokens"] = counts["q"]
     for projection in "qkv":
         options[f"{projection}_tokens"] = None if same else counts[projection]
-    own = {
-        p: [explicit_scale(p, layer, sizes, scales or {}) for layer in layers] for p in PROJECTIONS
-    }
+    own = {p: [explicit_scale(p, layer, sizes, scales) for layer in layers] for p in PROJECTIONS}
     own = {p: values for p, values in own.items() if any(v is not None for v in values)}
-    options["scale_tokens"] = own or None
-    options["learned_scale"] = learned_scale
-    options["token_rates"] = rows_by_layer(rates or {}, len(layers), usual=1)
-    options["token_ages"] = rows_by_layer(ages or {}, len(layers), usual=0)
-    return type(config).from_dict(options)
+    return options | {"scale_tokens": own or None}
 
 
 def joint_config(
@@ -169,20 +179,22 @@ def joint_config(
     ages: Mapping[LayerProjection, list[int]],
 ) -> TokenConfig:
     """Return `config` with other numbers of new tokens, so that the layers have `sizes`."""
-    options, layers = config.to_dict(), range(config.num_hidden_layers)
-    counts = {
-        p: [
-            sizes[p, layer] - config.tokens(p, layer) + config.parts(p, layer)[1]
-            for layer in layers
-        ]
-        for p in PROJECTIONS
+    new = {
+        place: size - config.tokens(*place) + config.parts(*place)[1]
+        for place, size in sizes.items()
     }
-    collapsed = {p: collapse_equal(numbers) for p, numbers in counts.items()}
-    equal = {count for numbers in counts.values() for count in numbers}
-    options["new_tokens"] = equal.pop() if len(equal) == 1 else collapsed
-    options["token_rates"] = rows_by_layer(rates, len(layers), usual=1)
-    options["token_ages"] = rows_by_layer(ages, len(layers), usual=0)
+    depth = config.num_hidden_layers
+    options = config.to_dict() | {"new_tokens": new_tokens_option(new, depth)}
+    options["token_rates"] = rows_by_layer(rates, depth, usual=1)
+    options["token_ages"] = rows_by_layer(ages, depth, usual=0)
     return type(config).from_dict(options)
+
+
+def new_tokens_option(counts: TokenCounts, depth: int) -> int | dict[str, Tokens]:
+    """Return the option `new_tokens` of a vision-language model: one number if all are equal."""
+    if len(equal := set(counts.values())) == 1:
+        return equal.pop()
+    return {p: collapse_equal([counts[p, layer] for layer in range(depth)]) for p in PROJECTIONS}
 
 
 def rows_by_layer(

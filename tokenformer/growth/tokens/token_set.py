@@ -15,6 +15,10 @@ from tokenformer.growth.tokens.token_counts import (
 from tokenformer.layers.pattention import Pattention
 from tokenformer.models.configuration import TokenConfig
 
+FROZEN_ENCODER = "images.encoder."
+"""In the names of the layers of a vision encoder; see `ProjectedImages` in
+`models/image_text.py`."""
+
 
 @dataclass(frozen=True)
 class TokenSet:
@@ -75,14 +79,19 @@ class Replacement:
 
 
 def token_layers(model: nn.Module) -> dict[str, tuple[LayerProjection, Pattention]]:
-    """Return the Pattention layers by name, each with its projection and layer number."""
-    found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Pattention):
-            words = name.split(".")
-            number = next(int(word) for word in words if word.isdigit())
-            found[name] = ((words[-1], number), module)
-    return found
+    """Return the Pattention layers by name, each with its projection and layer number, without
+    those of a frozen vision encoder, which has layers with the same numbers."""
+    return {
+        name: (layer_place(name), module)
+        for name, module in model.named_modules()
+        if isinstance(module, Pattention) and FROZEN_ENCODER not in name
+    }
+
+
+def layer_place(name: str) -> LayerProjection:
+    """Return the projection and layer number of a Pattention layer, by its name in a model."""
+    words = name.split(".")
+    return words[-1], next(int(word) for word in words if word.isdigit())
 
 
 def check_tokenformer(model: nn.Module, verb: str) -> None:

@@ -14,13 +14,13 @@ up, so one pass over the data is enough for any subset.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from tokenformer.growth.model_inputs import INPUT_KINDS, check_batch, run_model
+from tokenformer.growth.model_inputs import INPUT_KINDS, check_batch, run_model, to_device
 from tokenformer.growth.tokens.prefix import active_share
 from tokenformer.growth.tokens.token_set import token_layers
 from tokenformer.layers.pattention import Pattention
@@ -114,25 +114,51 @@ def token_statistics(
     return {name: layer.result() for name, layer in sums.items()}
 
 
+def kept_share(share: Tensor, rows: Tensor) -> float:
+    """Return the share of the norm of these rows; exactly 1 if the others have none."""
+    dropped = torch.ones(len(share), dtype=torch.bool)
+    dropped[rows] = False
+    held, lost = share[rows].sum().item(), share[dropped].sum().item()
+    return held / (held + lost) if held > 0 else 1.0  # a scale is positive
+
+
+def rows_to_keep(count: int, idle: Tensor, contribution: Tensor | None = None) -> Tensor:
+    """Return the `count` rows with the largest contribution, idle ones last, in their old order.
+    Ties keep the first rows."""
+    rank = torch.zeros(len(idle), dtype=torch.float64)
+    if contribution is not None:
+        rank = contribution.clone()
+    rank[idle] = -1.0
+    return rank.argsort(descending=True, stable=True)[:count].sort().values
+
+
+def idle_tokens(module: Pattention) -> Tensor:
+    """Return a mask [n] of the tokens that can be dropped without changing the output."""
+    if module.theta == "softmax":  # a zero key still has the weight exp(0)
+        return torch.zeros(module.num_tokens, dtype=torch.bool)
+    return (module.key_tokens == 0).all(1).cpu()
+
+
 @torch.no_grad()
 def observe_inputs(
     model: PreTrainedModel,
-    batches: Iterable[Tensor],
-    observers: Mapping[str, Callable[[Tensor], None]],
+    batches: Iterable[Any],
+    observers: Mapping[str, Callable[..., None]],
 ) -> None:
-    """Run the model on `batches` and call each observer with the inputs of the named layer."""
+    """Run the model on `batches` and call each observer with the inputs of the named layer: the
+    rows and, in a joint model, their modalities."""
     count = 0
     with ExitStack() as stack:
         stack.enter_context(eval_mode(model))
         stack.enter_context(active_share(model, None))
         for name, observer in observers.items():
             hook = model.get_submodule(name).register_forward_pre_hook(
-                lambda _, inputs, observer=observer: observer(inputs[0])
+                lambda _, inputs, observer=observer: observer(*inputs)
             )
             stack.callback(hook.remove)
         for batch in batches:
             check_batch(model, batch)
-            run_model(model.base_model, batch.to(model.device))
+            run_model(model.base_model, to_device(batch, model.device))
             count += 1
     if not count:
         kind = INPUT_KINDS[model.main_input_name]
