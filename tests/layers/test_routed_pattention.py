@@ -166,7 +166,7 @@ def test_a_gated_router_scales_its_groups():
     """Twice the sigmoid of the score; the gradients are those of the reference."""
     layer = make_layer(2, router="gated", dtype=torch.float64)
     x = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
-    groups = layer.router(x, layer.centroids(), 2)[0]
+    groups = layer.router(x, layer.directions(), 2)[0]
     scores = nn.functional.rms_norm(x, (6,)) @ layer.router.weight.T
     expected = routed_pattention(
         x,
@@ -411,11 +411,11 @@ def test_native_code_for_a_few_rows(
         layer.bias.normal_()
         x = torch.randn(rows, d_in, dtype=dtype)
         assert layer.supports_native(x)
-        groups, _ = layer.router(x, layer.directions(), k)
+        groups, gates = layer.router(x, layer.directions(), k)
         wide = (tensor.double() for tensor in (x, layer.key_tokens, layer.value_tokens))
         scale = layer.routed_scale
         wanted = routed_pattention(
-            *wide, groups, scale_tokens=scale, backend="reference", **options
+            *wide, groups, gates=gates, scale_tokens=scale, backend="reference", **options
         )
         wanted += layer.bias
         found = layer(x)

@@ -241,3 +241,6 @@ def test_routed_layers(build, kind, rows, theta, norm):
         layer, x = routed(exact), torch.randn(rows, 70)
         found, wanted = run(layer, x), layer.attend(x.double())
         assert (found - wanted).norm() <= share * wanted.norm()
+        groups, gates = layer.router(x, None, k)
+        scores = exact.router.scores(exact.router.normalized(x), None).gather(1, groups)
+        torch.testing.assert_close(gates, 2 * scores.sigmoid(), rtol=0, atol=0.02)

@@ -23,17 +23,15 @@ from tokenformer.ops.routed_pattention import routed_pattention
 class Int8Router(QuantizedLayer, Router):
     """The rows of a router [groups, d] in int8."""
 
-    def __init__(self, rows: Tensor, bias: Tensor) -> None:
+    def __init__(self, rows: Tensor, router: Router) -> None:
         super().__init__(len(rows), balance_rate=0.0, device=rows.device)
         numbers, scales = quantize(rows)
         self.weight, self.scales = fixed(numbers), fixed(scales)
-        self.bias = bias.detach().clone()
+        self.bias = router.bias.detach().clone()
+        self.is_gated = router.is_gated
 
     def rows(self, directions: Tensor | None = None) -> Tensor:
         return dequantize(self.weight, self.scales, torch.float32)
-
-    def gates(self, scores: Tensor, groups: Tensor) -> None:
-        return None
 
 
 NATIVE_ROUTERS.add(Int8Router)
@@ -48,7 +46,7 @@ class QuantizedRouting(GroupRouting, QuantizedPattention):
         super().__init__(layer)
         self.group_size, self._active_groups = layer.group_size, layer.active_groups
         self.norm = layer.norm
-        self.router = Int8Router(layer.router.rows(layer.directions()), layer.router.bias)
+        self.router = Int8Router(layer.router.rows(layer.directions()), layer.router)
         self.bias = None if layer.bias is None else fixed(layer.bias.detach().clone())
         keys = self.dequantized(torch.float32)[0] if self.norm == "all" else None
         root = None if keys is None else pack_upper(exact_gram_root(keys))
@@ -68,6 +66,7 @@ class QuantizedRouting(GroupRouting, QuantizedPattention):
             bias=self.router.bias,
             root=self.gram_root,
             root_rows=self.root_rows,
+            is_gated=self.router.is_gated,
             shift=self.bias,
         )
         assert found is not None
@@ -75,13 +74,14 @@ class QuantizedRouting(GroupRouting, QuantizedPattention):
         return tokens
 
     def attend(self, x: Tensor) -> Tensor:
-        groups, _ = self.router(x, None, self._active_groups)
+        groups, gates = self.router(x, None, self._active_groups)
         out = routed_pattention(
             x,
             *self.dequantized(x.dtype),
             groups,
             group_size=self.group_size,
             norm=self.norm,
+            gates=gates,
             scale_tokens=self.routed_scale,
             theta=self.theta,
             approximate=self.approximate,

@@ -14,6 +14,7 @@ from tokenformer.layers.router import (
     LINEAR_ROUTERS,
     ROUTERS,
     CentroidRouter,
+    GatedRouter,
     LearnedRouter,
     Router,
     directions_of,
@@ -103,7 +104,7 @@ class GroupRouting:
         )
 
 
-NATIVE_ROUTERS: set[type[nn.Module]] = {CentroidRouter, LearnedRouter}
+NATIVE_ROUTERS: set[type[nn.Module]] = {CentroidRouter, GatedRouter, LearnedRouter}
 
 
 class RoutedPattention(GroupRouting, Pattention):
@@ -235,6 +236,7 @@ class RoutedPattention(GroupRouting, Pattention):
             bias=self.router.bias,
             root=summary.gram_root,
             root_rows=self.root_rows,
+            is_gated=self.router.is_gated,
             shift=self.bias,
         )
         if found is None:

@@ -27,6 +27,8 @@ DEAD_STEP = 5.0
 
 
 class Router(nn.Module):
+    is_gated = False
+    """Whether the weights of a group's tokens are multiplied by twice the sigmoid of its score."""
     bias: Tensor
     """[groups], added to the scores when groups are chosen."""
 
@@ -58,8 +60,9 @@ class Router(nn.Module):
     def rows(self, directions: Tensor | None) -> Tensor:
         """Return what a normalized row is multiplied with [groups, d]."""
 
-    @abstractmethod
-    def gates(self, scores: Tensor, groups: Tensor) -> Tensor | None: ...
+    def gates(self, scores: Tensor, groups: Tensor) -> Tensor | None:
+        """Return the factors of the weights of the chosen groups; None for 1."""
+        return 2 * scores.gather(-1, groups).sigmoid() if self.is_gated else None
 
     @staticmethod
     def normalized(x: Tensor) -> Tensor:
@@ -94,9 +97,6 @@ class CentroidRouter(Router):
     def rows(self, directions: Tensor | None) -> Tensor:
         assert directions is not None
         return directions
-
-    def gates(self, scores: Tensor, groups: Tensor) -> Tensor | None:
-        return None
 
 
 class LearnedRouter(Router):
@@ -141,8 +141,10 @@ class GatedRouter(LearnedRouter):
     all groups active the layer is a dense one only if all scores are zero.
     """
 
+    is_gated = True
+
     def gates(self, scores: Tensor, groups: Tensor) -> Tensor | None:
-        return 2 * scores.gather(-1, groups).sigmoid()
+        return Router.gates(self, scores, groups)
 
 
 LINEAR_ROUTERS = {"gated": GatedRouter, "learned": LearnedRouter}

@@ -84,7 +84,7 @@ def test_copies_become_different_and_rows_mix_them(dense: Any) -> None:
         train_once(sparse, optimizer)
         balance_routers(sparse)
     assert not torch.allclose(ffn.key_tokens[:48], ffn.key_tokens[48:], atol=1e-3)
-    groups = ffn.router(torch.randn(64, ffn.in_features), ffn.centroids(), 6)[0]
+    groups = ffn.router(torch.randn(64, ffn.in_features), ffn.directions(), 6)[0]
     mixed = (groups < 6).float().mean(1)
     assert ((mixed > 0) & (mixed < 1)).any()
 

@@ -95,8 +95,8 @@ def run_grouped(
     trained = is_trained(*(t for t in (x, keys, values, gates, scale) if t is not None))
     if not trained and not torch.compiler.is_compiling():
         with no_autocast(x):
-            if gates is None and supports(rows, keys, values):
-                out = routed.run(rows, keys, values, chosen, norms, options, group_size)
+            if supports(rows, keys, values):
+                out = routed.run(rows, keys, values, chosen, gates, norms, options, group_size)
             else:
                 out = forward(rows, keys, values, chosen, gates, norms, options, group_size)
         return with_leading(out, x)

@@ -53,6 +53,7 @@ static void attend_tokens(const float *x, long rows, const Tokens *const *of, fl
   float *scores = work.scores, *totals = work.totals + me * count * rows,
         *tops = work.tops + me * count * rows;
   const int *groups = work.chosen;
+  const float *gates = work.gates;
   long outputs = 0, is_routed = 0;
   for (int p = 0; p < count; p++) {
     outputs += rows * of[p]->d_out;
@@ -62,7 +63,7 @@ static void attend_tokens(const float *x, long rows, const Tokens *const *of, fl
   for (int p = 0; p < count; p++, totals += rows, tops += rows) {
     const Tokens &tokens = *of[p];
     if (tokens.routing.size) {
-      begin_chosen<T>(x, rows, tokens, by, groups, chosen[p], totals, tops);
+      begin_chosen<T>(x, rows, tokens, by, groups, gates, chosen[p], totals, tops);
     } else {
       score(x, rows, tokens.d_in, (const T *)tokens.keys, tokens.key_scales, tokens.n, scores);
       for (long r = 0; r < rows; r++)
@@ -71,6 +72,7 @@ static void attend_tokens(const float *x, long rows, const Tokens *const *of, fl
     }
     scores += rows * scores_per_row(tokens);
     groups += rows * tokens.routing.active;
+    gates += rows * tokens.routing.active;
   }
   wait_for_all();
   float *mine = work.sums + me * outputs;

@@ -124,8 +124,9 @@ def workspace(
     threads: int, scores: int, norms: int, outputs: int, chosen: int, spare: int = 0
 ) -> tuple[Tensor, Work]:
     """Return a buffer and pointers into it: scores, then norms and output sums of every thread,
-    then `chosen` groups and `spare` numbers. Keep the tensor alive while the pointers are used."""
-    sizes = [0, scores, threads * norms, threads * norms, threads * outputs, chosen]
+    then `chosen` groups, their gates and `spare` numbers. Keep the tensor alive while the pointers
+    are used."""
+    sizes = [0, scores, threads * norms, threads * norms, threads * outputs, chosen, chosen]
     buffer = torch.empty(  # whatever torch's defaults are
         sum(sizes) + spare, dtype=torch.float32, device="cpu"
     )

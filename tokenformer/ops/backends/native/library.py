@@ -69,7 +69,8 @@ class Routing(ctypes.Structure):
     _fields_ = (
         *((name, Long) for name in ("size", "active")),
         *((name, Matrix) for name in ("router", "bias")),
-        ("groups", Pointer),
+        ("is_gated", Int),
+        *((name, Pointer) for name in ("groups", "gates")),
         ("root", Matrix),
         ("norms", Pointer),
         ("shift", Matrix),
@@ -147,7 +148,9 @@ class FusedLayers(ctypes.Structure):
 
 
 class Work(ctypes.Structure):
-    _fields_ = tuple((name, Pointer) for name in ("scores", "totals", "tops", "sums", "chosen"))
+    _fields_ = tuple(
+        (name, Pointer) for name in ("scores", "totals", "tops", "sums", "chosen", "gates")
+    )
 
 
 ARGUMENTS = {

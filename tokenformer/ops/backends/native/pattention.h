@@ -45,7 +45,9 @@ struct Matrix {
 struct Routing {
   long size, active;      // tokens per group; groups that a row attends to
   Matrix router, bias;    // [groups, d_in], multiplied with the normalized row, and [1, groups]
+  int is_gated;           // whether twice the sigmoid of a group's score is its gate; or else 1
   const int64_t *groups;  // or the groups themselves, [rows, active] in ascending order
+  const float *gates;     // of these groups, [rows, active]; none if they are 1
   Matrix root;            // [m, d_in], upper, packed: times a row it has the norm of all scores
   const float *norms;     // or these norms, [rows]; with neither, the norm is of the chosen tokens
   Matrix shift;           // [1, d_out], added to the output, or none
@@ -66,6 +68,7 @@ struct Work {
   float *tops;    // [threads, most Pattentions * rows]
   float *sums;    // [threads, rows, all outputs]
   int *chosen;    // [rows, all active groups]
+  float *gates;   // [rows, all active groups], factors of the weights of their tokens
 };
 
 static inline void put(float a, float *to) { *to = a; }

@@ -93,8 +93,16 @@ static void choose(const float *scores, const Matrix &bias, long groups, long k,
     if (order[g] > last || (order[g] == last && k-- > 0)) *chosen++ = (int)g;
 }
 
-// Chooses the groups of all rows -> work.chosen, and adds up the norms of all scores, where they
-// are used -> this thread's work.totals.
+static bool has_gates(const Routing &by) { return by.is_gated || by.gates; }
+
+// The gates of a row's chosen groups -> gates [active].
+static void gate(const float *scores, const Routing &by, long r, const int *chosen, float *gates) {
+  for (long j = 0; by.is_gated && j < by.active; j++) gates[j] = 2 / (1 + std::exp(-scores[chosen[j]]));
+  for (long j = 0; by.gates && j < by.active; j++) gates[j] = by.gates[r * by.active + j];
+}
+
+// Chooses the groups of all rows -> work.chosen and work.gates, and adds up the norms of all scores,
+// where they are used -> this thread's work.totals.
 static void route(const float *x, long rows, const Tokens *const *of, int count, Work work) {
   float *scores = work.scores, *totals = work.totals + omp_get_thread_num() * count * rows;
   const float *unit = nullptr;
@@ -114,6 +122,7 @@ static void route(const float *x, long rows, const Tokens *const *of, int count,
   wait_for_all();
   scores = work.scores;
   int *chosen = work.chosen;
+  float *gates = work.gates;
   for (int p = 0; p < count; p++) {
     const Routing &by = of[p]->routing;
     Range mine = my_share(rows);
@@ -122,9 +131,11 @@ static void route(const float *x, long rows, const Tokens *const *of, int count,
         choose(scores + r * by.router.n, by.bias, by.router.n, by.active, chosen + r * by.active);
       for (long j = 0; by.groups && j < by.active; j++)
         chosen[r * by.active + j] = (int)by.groups[r * by.active + j];
+      gate(scores + r * by.router.n, by, r, chosen + r * by.active, gates + r * by.active);
     }
     scores += rows * scores_per_row(*of[p]);
     chosen += rows * by.active;
+    gates += rows * by.active;
   }
   wait_for_all();
 }
@@ -191,12 +202,14 @@ static void mix_listed(const float *weights, Listed at, const Nibbles *tokens,
 struct Chosen {
   std::vector<int> tokens;    // ascending, row after row
   std::vector<float> scores;  // of these tokens, later their weights
+  std::vector<float> gates;   // of these tokens, if they have any
   std::vector<long> starts;   // [rows + 1], where each row begins
 
   Range count(long r) const { return {0, starts[r + 1] - starts[r]}; }
 
-  // Takes a share of the groups chosen [rows, active] by any row.
-  void take_share(const int *chosen, long rows, const Tokens &of) {
+  // Takes a share of the groups chosen [rows, active] by any row, with their gates.
+  void take_share(const int *chosen, const float *of_groups, long rows, const Tokens &of) {
+    bool gated = has_gates(of.routing);
     long size = of.routing.size, active = of.routing.active, groups = (of.n + size - 1) / size;
     static thread_local std::vector<int> visited;
     visited.assign(chosen, chosen + rows * active);
@@ -209,12 +222,14 @@ struct Chosen {
     long first = share.start < visits ? visited[share.start] : groups;
     long last = share.stop < visits ? visited[share.stop] : groups;
     tokens.clear();
+    gates.clear();
     starts.assign(1, 0);
-    for (long r = 0; r < rows; r++, chosen += active) {
+    for (long r = 0; r < rows; r++, chosen += active, of_groups += active) {
       for (long j = 0; j < active; j++) {
         long start = chosen[j] * size, stop = start + size < of.n ? start + size : of.n;
         if (chosen[j] < first || chosen[j] >= last) continue;
         for (long i = start; i < stop; i++) tokens.push_back((int)i);
+        if (gated) gates.resize(tokens.size(), of_groups[j]);
       }
       starts.push_back(tokens.size());
     }
@@ -248,10 +263,10 @@ static long cached_tokens(long width, long size) {
 // The scores and norms of this thread's share of the chosen tokens.
 template <typename T>
 static void begin_chosen(const float *x, long rows, const Tokens &of, Rule by, const int *chosen,
-                         Chosen &mine, float *totals, float *tops) {
+                         const float *gates, Chosen &mine, float *totals, float *tops) {
   static thread_local typename Reading<T>::Rows numbers;
   numbers.round(x, rows, of.d_in);
-  mine.take_share(chosen, rows, of);
+  mine.take_share(chosen, gates, rows, of);
   long token_bytes = Reading<T>::token_bytes(of.d_in), scale_bytes = Reading<T>::scale_bytes(of.d_in);
   const T *keys = (const T *)of.keys;
   auto scales = (const typename Reading<T>::Scale *)of.key_scales;
@@ -277,6 +292,7 @@ static void end_chosen(const Tokens &of, Rule by, Chosen &mine, const float *tot
   for (long r = 0; r + 1 < (long)mine.starts.size(); r++)
     end_weights(mine.scores.data() + mine.starts[r], mine.count(r), by, of.scale, totals + r, tops + r,
                 stride);
+  for (size_t i = 0; i < mine.gates.size(); i++) mine.scores[i] *= mine.gates[i];
   mine.in_parts(cached_tokens<T>(of.d_out, of.routing.size), [&](long r, long start, long stop) {
     Listed at = {&mine.tokens[start], stop - start};
     mix_listed(&mine.scores[start], at, values, scales, of.d_out, sums + r * of.d_out);

@@ -16,6 +16,7 @@ def routing(
     bias: Tensor,
     root: Tensor | None,
     root_rows: int,
+    is_gated: bool,
     shift: Tensor | None,
 ) -> Routing | None:
     """Return pointers for native code that routes by itself; None if it cannot.
@@ -26,9 +27,10 @@ def routing(
         bias: [groups], added to the scores.
         root: `pack_upper` of a matrix [root_rows, d_in] whose product with a row has the norm of
             the scores of all tokens; None for the norm of the chosen ones.
+        is_gated: whether twice the sigmoid of a group's score is a factor of its weights.
         shift: [d_out], added to the output; or None.
     """
-    found = Routing(size=group_size, active=active_groups)
+    found = Routing(size=group_size, active=active_groups, is_gated=is_gated)
     matrices = {
         "router": (router, router_scales),
         "bias": (bias, None),
@@ -50,12 +52,13 @@ def run(
     keys: Tensor,
     values: Tensor,
     groups: Tensor,
+    gates: Tensor | None,
     norms: Tensor | None,
     options: ThetaOptions,
     group_size: int,
 ) -> Tensor:
-    """Rows x [R, d_in] with groups [R, k] and norms [R, 1] -> [R, d_out]."""
-    chosen = groups.sort(dim=1).values
+    """Rows x [R, d_in] with groups [R, k], their gates and norms [R, 1] -> [R, d_out]."""
+    chosen, order = groups.sort(dim=1)
     count = -(-keys.shape[0] // group_size)
     if chosen.numel() and not 0 <= int(chosen[:, 0].min()) <= int(chosen[:, -1].max()) < count:
         raise IndexError(
@@ -63,11 +66,13 @@ def run(
         )
     theta, scale, approximate, eps = options
     tokens: Tokens = few_rows.token_pointers(keys, values, scale)
+    gates = None if gates is None else gates.float().gather(1, order)
     norms = None if norms is None else norms.float().contiguous()
     tokens.routing = Routing(
         size=group_size,
         active=chosen.shape[1],
         groups=chosen.data_ptr(),
+        gates=None if gates is None else gates.data_ptr(),
         norms=None if norms is None else norms.data_ptr(),
     )
     return few_rows.pattention(
