@@ -60,10 +60,10 @@ class AdaptRun(Job):
     start: LanguageRun = BASE
     after: "AdaptRun | None" = None
     """The run whose adapter this one trains further, instead of a new one."""
-    steps: int = 200
+    steps: int = 120
     batch: int = 8
-    warmup: int = 20
-    validations: int = 10
+    warmup: int = 12
+    validations: int = 8
     validation_sequences: int = 64
     seed: int = 0
 

@@ -44,7 +44,7 @@ from experiments.job import Job, Result, Results, summarize
 from experiments.language import LanguageRun, Model, steps_for
 
 LENGTH, BATCH = 256, 8
-COMPUTE, GROWTH_COMPUTE = 1.1e13, 4e12
+COMPUTE, GROWTH_COMPUTE = 8e12, 4e12
 SMALL = Model(tokens=64)
 CORPORA = ("enwik8", "python")
 RISES = (1.0, 3.0)

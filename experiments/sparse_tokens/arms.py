@@ -15,7 +15,7 @@ ACTIVE = 64
 EQUAL_FLOPS = 96
 """Tokens of a dense layer with the FLOPs of n tokens and a router of 16n."""
 GROUP = 16
-STEPS, MORE_STEPS = 1500, 1000
+STEPS, MORE_STEPS = 1000, 600
 """Of training from scratch, and of training further."""
 RATES = (4e-3, 8e-3, 1.6e-2)
 FURTHER_RATES = (2e-3, 4e-3, 8e-3)
@@ -84,12 +84,10 @@ ROUTERS = {
 }
 """Ablations with a sweep of their own."""
 CHANGES: dict[str, tuple[Model, dict[str, Any]]] = {
-    "groups of 8": (sparse(4 * ACTIVE, group_size=8), {}),
     "groups of 32": (sparse(4 * ACTIVE, group_size=32), {}),
     "groups of 64": (sparse(4 * ACTIVE, group_size=64), {}),
     "the norm over all tokens": (sparse(4 * ACTIVE, theta_norm="all"), {}),
     "no load balancing": (sparse(4 * ACTIVE, balance_rate=0.0), {}),
-    "balancing five times as fast": (sparse(4 * ACTIVE, balance_rate=0.05), {}),
     "a router that learns four times as fast": (sparse(4 * ACTIVE), {"router_rate": 4.0}),
     "tokens that learn twice as fast": (sparse(4 * ACTIVE), {"ffn_rate": 2.0}),
     "tokens that learn half as fast": (sparse(4 * ACTIVE), {"ffn_rate": 0.5}),
