@@ -26,6 +26,7 @@ STUDIES = (
     "adapters",
     "interpretability",
     "sparse_tokens",
+    "vision_language",
 )
 """Folders with studies of results pages of their own; `make reproduce` leaves them out."""
 NAMES = (*PAPER, *BEYOND, *STUDIES)

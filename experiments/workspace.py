@@ -23,9 +23,15 @@ SOURCES = {
     "zero-shot": "eval",
     "captions": "image-text/flickr8k",
     "questions": "eval",
+    "flickr8k": "image-text/flickr8k",
+    "one-image": "image-text/flickr8k",
+    "image-questions": "image-text/flickr8k",
+    "one-image-questions": "image-text/flickr8k",
 }
 """Data by name, and its path under TOKENFORMER_DATA; None for what every machine has."""
 CORPORA = {"enwik8", "python", "captions", "questions"}
+IMAGE_TEXT = {"flickr8k", "one-image", "image-questions", "one-image-questions"}
+"""Photographs with captions or questions; in two sets one gray image takes the place of all."""
 SPLIT = {"enwik8", "captions"}
 """Corpora with a validation split of their own; of the others a twentieth is held out."""
 STAND_INS = {"enwik8": slice(0, 40), "python": slice(40, 80), "captions": slice(80, 100)}
@@ -57,6 +63,10 @@ class Workspace:
         saved = self.folder / "data" / name
         return str(saved if saved.exists() else source(name))
 
+    def image_text(self, name: str) -> Path:
+        """Return a set of images with text; `prepare_data` has made it where it must."""
+        return source(name) if name == "flickr8k" and not self.small else self.corpus(name)
+
     def corpus(self, name: str) -> Path:
         """Return a prepared corpus; `prepare_data` has made it."""
         return self.folder / "data" / name
@@ -67,6 +77,11 @@ class Workspace:
 
         if "tiny-imagenet" in names and not self.small:
             save_images(source("tiny-imagenet"), self.folder / "data" / "tiny-imagenet")
+        for name in sorted(names & IMAGE_TEXT):
+            from experiments.vision_language.image_texts import write_image_text
+
+            if not self.image_text(name).exists():
+                write_image_text(name, self.corpus(name), None if self.small else source(name))
         for name in sorted(names & CORPORA):
             if not (self.corpus(name) / "index.json").exists():
                 options = {} if name in SPLIT else {"validation": 0.05}

@@ -50,29 +50,37 @@ def join_models(
         resolve_model(name, kind)
     of_vision, of_language = resolve_folder(vision), resolve_folder(language)
 
+    with model_errors(out), new_folder("--out", out) as folder:
+        report = join_folders(
+            of_vision,
+            of_language,
+            folder,
+            verify=not no_verify,
+            mode=mode,
+            new_tokens=new_tokens,
+            projector_size=projector_size,
+            seed=seed,
+        )
+    sys.stdout.write(
+        (dumps(report.asdict(), indent=2) if json else f"{report}\nSaved to {out}") + "\n"
+    )
+
+
+def join_folders(
+    vision: Path, language: Path, folder: Path, verify: bool = True, **options: Any
+) -> "JoinReport":
+    """Join the models in two folders and write the result, its processor and report to another."""
     from tokenformer.growth.tokens.join import join_modalities
     from tokenformer.models.image_text_processing import IMAGE_TOKEN, add_image_token
     from tokenformer.models.loading import load_tokenformer
 
-    with model_errors(out), new_folder("--out", out) as folder:
-        classifier, reader = (
-            load_tokenformer(path, verify=not no_verify) for path in (of_vision, of_language)
-        )
-        tokenizer = load_tokenizer(of_language)
-        add_image_token(tokenizer)
-        model, report = join_modalities(
-            classifier,
-            reader,
-            new_tokens=new_tokens,
-            mode=mode,
-            image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
-            projector_size=projector_size,
-            seed=seed,
-        )
-        save(model, report, of_vision, tokenizer, folder)
-    sys.stdout.write(
-        (dumps(report.asdict(), indent=2) if json else f"{report}\nSaved to {out}") + "\n"
-    )
+    classifier, reader = (load_tokenformer(path, verify=verify) for path in (vision, language))
+    tokenizer = load_tokenizer(language)
+    add_image_token(tokenizer)
+    marker = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+    model, report = join_modalities(classifier, reader, image_token_id=marker, **options)
+    save(model, report, vision, tokenizer, folder)
+    return report
 
 
 def load_tokenizer(folder: Path) -> Any:
