@@ -40,9 +40,9 @@ ROWS_OF_SIZES = 1024
 FACTORS = (1, 4, 16)
 MORE_FACTORS = (*FACTORS, 64)
 VARIANTS = {
-    "centroid, all": ("centroid", "all"),
+    "gated, all": ("gated", "all"),
+    "gated, chosen": ("gated", "chosen"),
     "centroid, chosen": ("centroid", "chosen"),
-    "learned, chosen": ("learned", "chosen"),
 }
 """Router, and the scores in the norm."""
 

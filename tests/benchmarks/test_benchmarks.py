@@ -35,7 +35,7 @@ TINY = {
 NAMES = {
     "operator": {"released", "mlp", "reference", "direct", "streamed"},
     "narrow": {"tokenformer", "released", "Transformer", "GPT", "nanoGPT"},
-    "sparse": {"centroid, all", "centroid, chosen", "learned, chosen"}
+    "sparse": {"gated, all", "gated, chosen", "centroid, chosen"}
     | {f"{name}, {form}" for name in ("dense", "routed", "routed, chosen") for form in FORMATS}
     | {f"{name}, {form}" for name in ROUTED for form in FORMATS},
     "training": {"auto", "released", "GPT-NeoX", "TransformerEncoder"},
