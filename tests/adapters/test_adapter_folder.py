@@ -145,7 +145,11 @@ KEY = "base_model.model.model.layers.0.ffn.token_adapter_keys"
         (change(peft_type="PREFIX_TUNING"), "peft_type='PREFIX_TUNING' is not supported"),
         (change(peft_type=None), "peft_type=None"),
         (change(num_tokens=-1), "num_tokens=-1"),
-        (change(num_tokens=6), r"wrong shape of .*\[5, 16\] instead of \[6, 16\]"),
+        (change(num_tokens=6), "num_tokens=6, but .*token_adapter_keys has 5 rows"),
+        (
+            change_tensors(lambda tensors: tensors.update({KEY: tensors[KEY][:, :9].clone()})),
+            r"wrong shape of .*\[5, 9\] instead of \[5, 16\]",
+        ),
         (change(target_modules=["nothing"]), "nothing"),
         (change(base_fingerprint="0" * 16), "not on this model"),
         (change_tensors(lambda tensors: tensors.pop(KEY)), "missing .*token_adapter_keys"),
@@ -201,3 +205,21 @@ def test_a_failure_removes_what_was_attached(saved, tmp_path):
         AdapterFolder.read(other).attach(model, "second")
     assert list(model.peft_config) == ["first"]
     assert not any("second" in name for name, _ in model.named_parameters())
+
+
+def test_sizes_are_checked_before_memory_is_allocated(saved, tmp_path):
+    lora = tmp_path / "lora"
+    wide = LoraConfig(r=2, target_modules=["lm_head"])
+    get_peft_model(make_base(), wide).save_pretrained(lora, save_embedding_layers=False)
+    for folder, option in ((saved, "num_tokens"), (lora, "r")):
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {option: 10**12}))
+        with pytest.raises(AdapterError, match=f"{option}=1000000000000, but"):
+            AdapterFolder.read(folder)
+
+
+def test_an_adapter_without_the_fingerprint_of_its_base_is_refused(saved):
+    file = saved / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_fingerprint": None}))
+    with pytest.raises(AdapterError, match="base_fingerprint is missing"):
+        AdapterFolder.read(saved)

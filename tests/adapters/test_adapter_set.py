@@ -193,3 +193,25 @@ def test_lora_on_layers_mixes(tmp_path):
     for name, folder in folders.items():
         adapters.load(name, read(folder))
     check_mixed(base, adapters, folders, reference)
+
+
+@pytest.mark.parametrize("replaced", ["lm_head", "norm"])
+def test_an_adapter_that_replaces_a_module_leaves_others_as_they_are(replaced, tmp_path):
+    """Peft cannot mix it with others in a batch, so a batch has one adapter."""
+    folders = {"plain": make_adapter(make_base(), tmp_path / "plain", seed=1)}
+    folders["head"] = make_adapter(
+        make_base(), tmp_path / "head", seed=2, modules_to_save=[replaced]
+    )
+    adapters = AdapterSet(make_base())
+    for name, folder in folders.items():
+        adapters.load(name, read(folder))
+    assert not adapters.mixes
+    decoder = BatchDecoder(adapters.base, 4, adapters.select)
+    for name in ("plain", "head", None, "plain"):
+        model = make_base()
+        if name is not None:
+            model = PeftModel.from_pretrained(model, folders[name])
+        expected = [alone(model, ids) for ids in PROMPTS[:2]]
+        assert together(decoder, [(ids, name) for ids in PROMPTS[:2]]) == expected
+    with pytest.raises(ValueError, match="cannot mix"), adapters.select(["plain", "head"]):
+        pass

@@ -483,3 +483,19 @@ class TestRegistration:
         code = f"{imports}; print(peft.PeftConfig.from_pretrained({str(tmp_path)!r}).num_tokens)"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.stdout.split()[-1:] == ["5"], done.stderr
+
+
+def test_peft_finds_the_base_of_an_adapter(base, ids, tmp_path):
+    base.save_pretrained(tmp_path / "base")
+    base = type(base).from_pretrained(tmp_path / "base")
+    adapted(base).save_pretrained(tmp_path / "adapter")
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert torch.equal(model(ids).logits, base(ids).logits)
+
+
+def test_a_model_with_an_adapter_is_not_saved_as_one_without(base, tmp_path):
+    model = adapted(base)
+    with pytest.raises(ValueError, match="merge_and_unload"):
+        model.get_base_model().save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    model.merge_and_unload().save_pretrained(tmp_path)

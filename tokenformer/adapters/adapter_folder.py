@@ -22,7 +22,7 @@ from torch import nn
 
 from tokenformer.adapters.adapter_config import TokenAdapterConfig
 from tokenformer.adapters.adapter_model import TokenAdapterModel
-from tokenformer.adapters.peft_registration import TOKEN_ADAPTER
+from tokenformer.adapters.peft_registration import PREFIX, TOKEN_ADAPTER
 from tokenformer.errors import AdapterError, TokenformerError, first_line, one_line
 from tokenformer.models.loading import join_names
 from tokenformer.models.weight_files import StoredTensor, read_headers, read_object
@@ -90,7 +90,9 @@ class AdapterFolder:
                 why = f"{PICKLED} is a pickle, which can run code when it is read"
                 raise refused(folder, f"{why}; save the adapter as {WEIGHTS}")
             raise refused(folder, f"{WEIGHTS} is missing")
-        return cls(folder, config, read_headers(folder, [folder / WEIGHTS]))
+        stored = read_headers(folder, [folder / WEIGHTS])
+        check_sizes(folder, config, stored)
+        return cls(folder, config, stored)
 
     def attach(self, model: nn.Module, name: str) -> PeftModel:
         """Attach the adapter to a model, which may have others attached; it is not active yet.
@@ -135,6 +137,20 @@ class AdapterFolder:
         if bad := [key for key, tensor in tensors.items() if not tensor.isfinite().all()]:
             raise refused(self.folder, f"NaN or inf in {join_names(bad)}")
         set_peft_model_state_dict(model, tensors, adapter_name=name)
+
+
+def check_sizes(folder: Path, config: PeftConfig, stored: dict[str, StoredTensor]) -> None:
+    """Refuse options that the weights do not have, before anything of their size is allocated."""
+    option, size, names = "num_tokens", getattr(config, "num_tokens", 0), PREFIX
+    if isinstance(config, LoraConfig):
+        option, size, names = "r", config.r, "lora_A"
+        if config.rank_pattern or config.target_parameters:
+            return
+    elif getattr(config, "base_fingerprint", None) is None:
+        raise refused(folder, "base_fingerprint is missing, so its base cannot be checked")
+    for key, tensor in stored.items():
+        if names in key and tensor.shape[0] != size:
+            raise refused(folder, f"{option}={size}, but {key} has {tensor.shape[0]} rows")
 
 
 def check_lora(folder: Path, config: LoraConfig) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from peft import TaskType
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
@@ -23,7 +24,7 @@ from tokenformer.errors import AdapterError
 from tokenformer.growth.tokens.token_counts import LayerProjection, config_with_tokens
 from tokenformer.growth.tokens.token_set import FROZEN_ENCODER, layer_place, token_layers
 from tokenformer.layers.quantized import QuantizedPattention
-from tokenformer.models.configuration import TokenConfig
+from tokenformer.models.configuration import TokenConfig, TokenformerConfig
 from tokenformer.models.fingerprint import fingerprint
 from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
 
@@ -46,6 +47,8 @@ class TokenAdapterModel(BaseTuner):
         if any(layer.merged for layer in self.adapter_layers()):
             raise ValueError("the model has merged adapters; call unmerge_adapter first")
         check_base(peft_config, model)
+        if peft_config.task_type is None and isinstance(model.config, TokenformerConfig):
+            peft_config.task_type = TaskType.CAUSAL_LM  # AutoPeftModel looks for the base by it
 
     @staticmethod
     def _check_target_module_exists(config: TokenAdapterConfig, key: str) -> Any:

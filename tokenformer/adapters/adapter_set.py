@@ -17,6 +17,7 @@ from typing import Any
 
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
+from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
 
 from tokenformer.adapters.adapter_folder import AdapterFolder
@@ -90,12 +91,16 @@ class AdapterSet:
                 tuner.set_adapter(own[0], inference_mode=True)
             yield tuner.model
         else:
-            raise ValueError("LoRA on parameters or with DoRA cannot mix adapters in a batch")
+            raise ValueError(
+                "LoRA on parameters or with DoRA, and adapters with modules_to_save, cannot mix in "
+                "a batch"
+            )
 
 
 def cannot_mix(module: nn.Module) -> bool:
-    """Whether peft has no mixed batches for a layer."""
-    if isinstance(module, ParamWrapper):
+    """Whether peft has no mixed batches for a layer. For modules that an adapter replaces it has
+    them for some types, and only if all adapters replace the same ones."""
+    if isinstance(module, ParamWrapper | AuxiliaryTrainingWrapper):
         return True
     return isinstance(module, LoraLayer) and any(module.use_dora.values())
 

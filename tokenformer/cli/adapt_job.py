@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenformer.cli.inspect import new_table
 from tokenformer.cli.train import Job, checked, remove_if_empty, train_job
-from tokenformer.errors import InputError, TokenformerError, one_line
+from tokenformer.errors import DataError, InputError, TokenformerError, one_line
 from tokenformer.paths import exists, expand_user, is_local
 from tokenformer.train.options import Recipe
 
@@ -132,13 +132,24 @@ def prepare_text(source: str, out: Path, base: str) -> None:
             text = described(done, time.monotonic() - started)
             show(f"preparing {source}: {text}", done.bytes_read, done.total_bytes)
 
-        prepare(
-            PrepareOptions(corpus=source, tokenizer=tokenizer),
-            out,
-            workers=cores(),
-            on_progress=on_progress,
-            on_message=console.print,
-        )
+        try:
+            prepare(
+                PrepareOptions(corpus=source, tokenizer=tokenizer),
+                out,
+                workers=cores(),
+                on_progress=on_progress,
+                on_message=console.print,
+            )
+        except DataError as error:
+            if "--" not in str(error):
+                raise
+            raise DataError(f"{error} ({OF_PREPARE})") from None
+
+
+OF_PREPARE = (
+    "options of `tokenformer prepare`: run that first and give its folder; or give jsonl with "
+    "prompt and completion, or with messages"
+)
 
 
 def is_prepared(folder: Path) -> bool:

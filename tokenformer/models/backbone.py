@@ -149,6 +149,11 @@ class BlockPreTrainedModel(PreTrainedModel):
         loads the model without `import tokenformer` (`tokenformer.models.saved_folder`)."""
         from tokenformer.models.saved_folder import auto_mapped, complete
 
+        if not getattr(self, "_hf_peft_config_loaded", False) and has_adapter(self):
+            raise ValueError(
+                "the model has an adapter attached: save the adapter with the save_pretrained of "
+                "the PeftModel, or merge it first with merge_and_unload"
+            )
         with auto_mapped(self.config):
             super().save_pretrained(save_directory, *args, **options)
         folder = Path(save_directory)
@@ -181,6 +186,11 @@ class BlockPreTrainedModel(PreTrainedModel):
         """Initial standard deviation of weights that write to the residual stream."""
         std: float = 2 / (self.config.num_hidden_layers * self.config.hidden_size**0.5)
         return std
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether peft has replaced layers of a model, whose weights then have other names."""
+    return any(hasattr(module, "base_layer") for module in model.modules())
 
 
 def make_layer(
