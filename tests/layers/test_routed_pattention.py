@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.utils.parametrize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -333,6 +334,29 @@ def test_evaluation_sees_changed_keys(change):
         )
         fresh.load_state_dict({**layer.state_dict(), "key_tokens": keys})
         torch.testing.assert_close(after, fresh(x))
+
+
+def test_keys_that_are_computed_for_every_call_are_not_kept():
+    """As LoRA does: the next ones may get the address of the last."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.update = torch.zeros(30, 6)
+
+        def forward(self, keys: Tensor) -> Tensor:
+            return keys + self.update
+
+    layer, x = make_layer(2).eval(), torch.randn(5, 6)
+    expected, plain = Sum(), copy.deepcopy(layer)
+    nn.utils.parametrize.register_parametrization(layer, "key_tokens", expected)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        expected.update = torch.randn(30, 6)
+        changed = copy.deepcopy(plain)
+        with torch.no_grad():
+            changed.key_tokens += expected.update
+            torch.testing.assert_close(layer(x), changed(x))
 
 
 def test_inference_mode_and_deepcopy():

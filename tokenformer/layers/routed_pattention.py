@@ -276,6 +276,8 @@ class RoutedPattention(GroupRouting, Pattention):
     def keeps_summary(self) -> bool:
         """Whether the keys stay the same, as in evaluation."""
         changing = self.training or torch.is_grad_enabled() or torch.compiler.is_compiling()
+        # Keys that LoRA computes anew for every call may get the address of earlier ones.
+        changing = changing or "key_tokens" not in self._parameters
         return not changing and not self.key_tokens.is_inference()
 
     def key_summary(self) -> KeySummary:
