@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.support.adaptation import (
     SHORT,
@@ -83,6 +85,34 @@ def test_examples_and_the_result_as_json(
     template = run / "data" / "tokenizer" / "chat_template.jinja"
     assert template.exists() == (kind == "chats")
     assert "examples" in Corpus(run / "data").index["splits"]["train"]
+
+
+@pytest.mark.parametrize("method", ["tokens", "lora", "sparse"])
+def test_a_sparse_base_routes_as_before(
+    method: str, home: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """The load of its routers is not balanced while something else trains."""
+    base = save_base(tmp_path / "base", group_size=6, active_groups={"ffn": 2}, router="centroid")
+    run = tmp_path / "run"
+    options = ["--share", "0.25"] if method == "sparse" else []
+    given = [base, "--data", home / "new.txt", "--keep", home / "kept.txt", "--method", method]
+    adapt(*given, *options, "--out", run, *SHORT)
+    assert "dead_groups" not in rows_of(run)[-1]
+    capsys.readouterr()
+    said = ["--prompt", "def ", "--greedy", "--max_new_tokens", "12"]
+    if method == "sparse":
+        before, after = (load_file(each / "model.safetensors") for each in (base, run / "model"))
+        biases = [name for name in before if name.endswith("router.bias")]
+        assert len(biases) == 2
+        assert all(torch.equal(before[name], after[name]) for name in biases)
+        return
+    main(["generate", str(base), "--adapter", str(run), *said])
+    assert len(capsys.readouterr().out) > 0
+    main(
+        ["evaluate", str(base), "--adapter", str(run), "--perplexity", str(run / "data"), "--json"]
+    )
+    found = json.loads(capsys.readouterr().out)["perplexity"]["bits_per_byte"]
+    assert found == pytest.approx(rows_of(run)[-1]["val_bpb"], rel=0.05)
 
 
 def test_examples_that_are_too_long_are_counted(home: Path, tmp_path: Path, capsys: Any) -> None:

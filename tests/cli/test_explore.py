@@ -20,6 +20,7 @@ from tokenformer.cli import main
 from tokenformer.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
 from tokenformer.interpret import Token, TokenIndex, Vocabulary
 from tokenformer.models.image_processing import TokenformerImageProcessor
+from tokenformer.serve.explorer import Explorer
 
 TEXT = "The quick brown fox — naïve, perhaps — jumps over the <b>lazy</b> dog.\n" * 80
 
@@ -62,6 +63,24 @@ def piece(site, name):
 
 
 SMALL = ("--sequences", 30, "--length", 32, "--split", "train")
+
+
+def test_a_sparse_model(home, make_config, capsys):
+    """The live page, too, reads weights and switches tokens off."""
+    config = make_config(
+        "tokenformer", vocab_size=VOCAB_SIZE, group_size=8, active_groups={"ffn": 2}
+    )
+    model = tokenformer.TokenformerForCausalLM(config).eval()
+    model.save_pretrained("sparse")
+    byte_tokenizer().save_pretrained("sparse")
+    explore("sparse", "--data", "data", "--out", "site", *SMALL, "--examples", 1)
+    assert "open site/index.html" in capsys.readouterr().out
+    layers = {layer["name"]: layer for layer in piece(home / "site", "site")["layers"]}
+    assert layers["0.ffn"]["tokens"] == 44
+    vocabulary = Vocabulary(byte_tokenizer())
+    explorer = Explorer(model, vocabulary, home / "site")
+    found = explorer.answer({"text": "The quick", "off": ["0.ffn.3"]})
+    assert [run["name"] for run in found["runs"]] == ["all tokens on", "switched off"]
 
 
 def test_the_page_has_what_the_index_has(home, capsys):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.utils.parametrize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -229,6 +230,47 @@ def test_only_training_counts_rows():
     assert (layer.router.bias == 0).all()
 
 
+@routers
+def test_a_frozen_layer_is_not_balanced(router):
+    layer = make_layer(3, router=router)
+    x = torch.randn(10, 6, requires_grad=True)
+    layer.requires_grad_(False)
+    layer(x).sum().backward()
+    assert balance_routers(layer) is None
+    layer.requires_grad_(True)
+    layer(x)
+    assert balance_routers(layer) is not None
+
+
+@routers
+@pytest.mark.parametrize(("theta", "norm"), CASES)
+def test_the_weights_of_all_tokens_make_the_output(router, theta, norm):
+    """Those of skipped tokens are zero; before the gates they are those of the tokens alone."""
+    layer = make_layer(2, router=router, theta=theta, norm=norm, bias=True, dtype=torch.float64)
+    nn.init.normal_(layer.bias)
+    x = torch.randn(3, 5, 6, dtype=torch.float64)
+    found = layer.token_weights(x)
+    torch.testing.assert_close(found.weights @ layer.value_tokens + layer.bias, layer(x))
+    groups = layer.router(x, layer.directions(), 2)[0]
+    group = torch.arange(30) // 4
+    chosen = (group == groups[..., None]).any(-2)  # [3, 5, n]
+    assert (found.weights[~chosen] == 0).all()
+    assert found.ungated[chosen].abs().sum() > 0
+    if router != "gated":
+        assert torch.equal(found.ungated, found.weights)
+    else:
+        scores = nn.functional.rms_norm(x, (6,)) @ layer.router.weight.T
+        torch.testing.assert_close(
+            found.weights, found.ungated * 2 * scores.sigmoid()[..., group], rtol=1e-6, atol=1e-7
+        )
+    plain = x @ layer.key_tokens.T
+    torch.testing.assert_close(found.scores[chosen], plain[chosen])
+    if norm == "all":
+        torch.testing.assert_close(found.scores, plain)
+    half = copy.deepcopy(layer).bfloat16().token_weights(x.bfloat16())
+    assert half.weights.dtype == torch.float32
+
+
 def test_bias_moves_by_the_rate_and_towards_balance():
     router = CentroidRouter(4, balance_rate=0.1)
     router.update(torch.tensor([9, 1, 1, 1]))
@@ -292,6 +334,29 @@ def test_evaluation_sees_changed_keys(change):
         )
         fresh.load_state_dict({**layer.state_dict(), "key_tokens": keys})
         torch.testing.assert_close(after, fresh(x))
+
+
+def test_keys_that_are_computed_for_every_call_are_not_kept():
+    """As LoRA does: the next ones may get the address of the last."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.update = torch.zeros(30, 6)
+
+        def forward(self, keys: Tensor) -> Tensor:
+            return keys + self.update
+
+    layer, x = make_layer(2).eval(), torch.randn(5, 6)
+    expected, plain = Sum(), copy.deepcopy(layer)
+    nn.utils.parametrize.register_parametrization(layer, "key_tokens", expected)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        expected.update = torch.randn(30, 6)
+        changed = copy.deepcopy(plain)
+        with torch.no_grad():
+            changed.key_tokens += expected.update
+            torch.testing.assert_close(layer(x), changed(x))
 
 
 def test_inference_mode_and_deepcopy():

@@ -148,19 +148,3 @@ def test_what_does_not_know_routing_refuses_it(make_model: Make) -> None:
         tokenformer.take_prefix(model, 0.5)
     with pytest.raises(ValueError, match="set its active_groups"):
         tokenformer.set_active_share(model, 0.5)
-
-
-def test_adapters_refuse_it(make_model: Make) -> None:
-    peft = pytest.importorskip("peft")
-    model = make_model("tokenformer", **ROUTED)
-    with pytest.raises(ValueError, match="ffn is sparse"):
-        peft.get_peft_model(model, tokenformer.TokenAdapterConfig(target_modules=["ffn"]))
-    adapted = peft.get_peft_model(model, tokenformer.TokenAdapterConfig(target_modules=["q"]))
-    assert adapted(torch.arange(20)[None]).logits.isfinite().all()
-
-
-def test_interpretability_refuses_it(make_model: Make) -> None:
-    with pytest.raises(ValueError, match="only the tokens of a dense model can be interpreted"):
-        tokenformer.interpret.index_tokens(
-            make_model("tokenformer", **ROUTED), [torch.arange(20)[None]]
-        )

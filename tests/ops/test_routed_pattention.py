@@ -39,6 +39,7 @@ def output_and_gradients(
     """Return the output and the gradients of the inputs, and of gates and scale if given."""
     out = routed_pattention(*inputs, groups, backend=backend, **options)
     extra = [options.get(name) for name in ("gates", "scale_tokens")]
+    extra += options.get("added") or []
     wanted = [*inputs, *(tensor for tensor in extra if isinstance(tensor, Tensor))]
     grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).reshape(out.shape)
     # k = 0 leaves nothing that depends on the gates.
@@ -60,16 +61,18 @@ def output_and_gradients(
     scale=st.none() | st.floats(0.5, 100.0),
     eps=st.sampled_from([0.0, 1e-2]),
     gated=st.booleans(),
+    more=st.integers(0, 3),
 )
 def test_sorted_products_equal_the_masked_reference(
-    leading, d_in, n, d_out, group_size, share, seed, case, approximate, scale, eps, gated
+    leading, d_in, n, d_out, group_size, share, seed, case, approximate, scale, eps, gated, more
 ):
     count = -(-n // group_size)
     groups = random_groups(*leading, count=count, k=round(share * count), seed=seed)
-    *inputs, gates = random_inputs((*leading, d_in), (n, d_in), (n, d_out), groups.shape, seed=seed)
+    shapes = (*leading, d_in), (n, d_in), (n, d_out), groups.shape, (more, d_in), (more, d_out)
+    *inputs, gates, more_keys, more_values = random_inputs(*shapes, seed=seed)
     theta, norm = case
     # A row almost orthogonal to the keys of its groups loses digits in any backend.
-    scores = (inputs[0] @ inputs[1].T).detach().abs()
+    scores = (inputs[0] @ torch.cat([inputs[1], more_keys]).T).detach().abs()
     assume(not scores.numel() or scores.min() > 1e-2)
     options = {
         "group_size": group_size,
@@ -79,6 +82,7 @@ def test_sorted_products_equal_the_masked_reference(
         "scale_tokens": scale,
         "eps": eps,
         **({"gates": gates} if gated else {}),
+        **({"added": [more_keys, more_values]} if more else {}),
     }
     wanted = output_and_gradients("reference", inputs, groups, **options)
     assert_close(output_and_gradients("grouped", inputs, groups, **options), wanted, 1e-9)
@@ -273,6 +277,79 @@ def test_it_is_one_product_per_group(monkeypatch):
     assert [v.rows.tolist() for v in visits] == [[0, 2], [0, 1, 2], [1]]
 
 
+@pytest.mark.parametrize("backend", ["reference", "grouped"])
+@cases
+@pytest.mark.parametrize("per_sample", [False, True])
+def test_added_tokens_are_a_group_that_every_row_chooses(backend, theta, norm, per_sample):
+    """Against one operator over all tokens, in which the added ones fill a group of their own."""
+    own = (3,) if per_sample else ()
+    shapes = (3, 2, 6), (20, 6), (20, 4), (3, 2, 2), (*own, 4, 6), (*own, 4, 4)
+    x, keys, values, gates, *added = random_inputs(*shapes)
+    groups = random_groups(3, 2, count=5, k=2)
+    options = {"group_size": 4, "norm": norm, "theta": theta, "scale_tokens": 9.0, "eps": 1e-3}
+    found = routed_pattention(
+        x, keys, values, groups, gates=gates, added=tuple(added), backend=backend, **options
+    )
+    more_groups = torch.cat([groups, torch.full_like(groups[..., :1], 5)], -1)
+    more_gates = torch.cat([gates, torch.ones_like(gates[..., :1])], -1)
+    wanted = torch.stack(
+        [
+            routed_pattention(
+                x[n],
+                torch.cat([keys, added[0][n] if per_sample else added[0]]),
+                torch.cat([values, added[1][n] if per_sample else added[1]]),
+                more_groups[n],
+                gates=more_gates[n],
+                backend="reference",
+                **options,
+            )
+            for n in range(3)
+        ]
+    )
+    inputs = x, keys, values, gates, *added
+    assert_close(
+        [found, *torch.autograd.grad(found.square().sum(), inputs)],
+        [wanted, *torch.autograd.grad(wanted.square().sum(), inputs)],
+        1e-11,
+    )
+
+
+@cases
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [3, 40])
+def test_added_tokens_without_gradients(theta, norm, dtype, rows):
+    """Native code attends to the groups of a few rows, and sorted products to those of many."""
+    shapes = (rows, 16), (50, 16), (50, 24), (rows, 3), (5, 16), (5, 24)
+    x, keys, values, gates, *added = (t.detach() for t in random_inputs(*shapes, dtype=dtype))
+    groups = random_groups(rows, count=7, k=3)
+    options = {"group_size": 8, "theta": theta, "norm": norm, "gates": gates}
+    found = routed_pattention(x, keys, values, groups, added=tuple(added), **options)
+    wide = [tensor.double() for tensor in (x, keys, values)]
+    options |= {"added": tuple(part.double() for part in added), "gates": gates.double()}
+    wanted = routed_pattention(*wide, groups, backend="reference", **options)
+    assert found.dtype == dtype
+    rounding = 3e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(
+        found.double(), wanted, rtol=0, atol=rounding * wanted.abs().max().item()
+    )
+
+
+def test_zero_rows_with_added_tokens_have_finite_gradients():
+    shapes = (12, 6), (30, 6), (30, 5), (4, 6), (4, 5)
+    x, keys, values, *added = random_inputs(*shapes, dtype=torch.float32)
+    with torch.no_grad():
+        x[3] = 0
+        keys[:] = 0
+        added[0][2:] = 0
+    groups = random_groups(12, count=8, k=3)
+    for theta, norm in CASES:
+        options = {"group_size": 4, "theta": theta, "norm": norm, "added": added}
+        found = output_and_gradients("grouped", [x, keys, values], groups, **options)
+        assert all(tensor.isfinite().all() for tensor in found)
+        plain = output_and_gradients("reference", [x, keys, values], groups, **options)
+        assert_close(found, plain, 3e-6)
+
+
 @cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 3])
@@ -321,16 +398,17 @@ def test_native_code_reads_only_the_chosen_groups():
 def test_compiles_whole_with_gradients(theta, norm):
     torch._dynamo.reset()
     inputs = random_inputs((10, 6), (30, 6), (30, 5))
-    gates = random_inputs((10, 3))[0]
+    gates, *added = random_inputs((10, 3), (2, 6), (2, 5))
     scale = torch.tensor(11.0, dtype=torch.float64, requires_grad=True)
 
     def layer(x: Tensor, keys: Tensor, values: Tensor, gates: Tensor) -> Tensor:
         groups = (x @ keys[:8].T).topk(3).indices
         options = {"theta": theta, "norm": norm, "scale_tokens": scale, "gates": gates}
+        options["added"] = tuple(added)
         return 2 * routed_pattention(x, keys, values, groups, group_size=4, **options)
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    wanted = [*inputs, gates, scale]
+    wanted = [*inputs, gates, *added, scale]
     found, expected = (
         torch.autograd.grad(function(*inputs, gates).square().sum(), wanted)
         for function in (compiled, layer)
@@ -339,15 +417,17 @@ def test_compiles_whole_with_gradients(theta, norm):
 
 
 @pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("more", [False, True])
 @pytest.mark.parametrize("norm", ["all", "chosen"])
-def test_registered_operators_keep_their_promises(gated, norm):
+def test_registered_operators_keep_their_promises(gated, more, norm):
     x, keys, values = random_inputs((5, 4), (9, 4), (9, 3), dtype=torch.float32)
     groups = random_groups(5, count=3, k=2)
     gates = random_inputs((5, 2), dtype=torch.float32)[0] if gated else None
     norms = (x @ keys.T).detach().norm(dim=1, keepdim=True).requires_grad_()
     known = norms if norm == "all" else None
+    added = random_inputs((5, 2), dtype=torch.float32)[0] if more else None
     scale = torch.tensor(9.0, requires_grad=True)
-    arguments = (x, keys, values, groups, gates, known, scale, 4, "l2_gelu", "none", 1e-3)
+    arguments = (x, keys, values, groups, gates, added, known, scale, 4, "l2_gelu", "none", 1e-3)
     torch.library.opcheck(torch.ops.tokenformer.routed_pattention.default, arguments)
     torch.library.opcheck(torch.ops.tokenformer.score_norms.default, (x, keys))
 

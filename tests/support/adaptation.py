@@ -30,13 +30,13 @@ SHORT = ["--steps", "6", "--batch_size", "4", "--length", "32", "--validation_se
 SHORT += ["--validate_every", "2"]
 
 
-def save_base(folder: Path, *, kind: str = "tokenformer", seed: int = 0) -> Path:
+def save_base(folder: Path, *, kind: str = "tokenformer", seed: int = 0, **options: Any) -> Path:
     """Save a random model with the byte tokenizer."""
     torch.manual_seed(seed)
     model: Any
     if kind == "tokenformer":
         tokens = {"qkv_tokens": 12, "output_tokens": 12, "ffn_tokens": 24}
-        model = TokenformerForCausalLM(TokenformerConfig(**SIZES, **tokens))
+        model = TokenformerForCausalLM(TokenformerConfig(**SIZES, **tokens, **options))
     else:
         model = TransformerForCausalLM(TransformerConfig(**SIZES))
     model.save_pretrained(folder)

@@ -7,6 +7,9 @@ With `norm="shared"` the tokens of the active adapters are concatenated with tho
 so several adapters that are active together equal the same adapters merged. With `norm="own"` each
 is a Pattention of its own, whose output is added. The layer itself is never changed, except by
 `merge`, which `unmerge` takes back.
+
+In a routed layer the sum over the old tokens is one over the groups that a row chose, and the new
+tokens are active in every row.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +24,7 @@ from tokenformer.adapters.adapter_config import TokenAdapterConfig
 from tokenformer.layers.modality_pattention import ModalityPattention, ModalityRows
 from tokenformer.layers.pattention import Pattention
 from tokenformer.layers.quantized import QuantizedPattention
-from tokenformer.layers.routed_pattention import RoutedPattention
+from tokenformer.layers.routed_pattention import GroupRouting
 from tokenformer.layers.sharded import ShardedPattention
 from tokenformer.layers.thresholded_pattention import ThresholdedPattention
 from tokenformer.ops import pattention
@@ -70,11 +73,6 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
                 f"{name} is sharded by tensor parallelism, which token adapters do not support; "
                 "load the model without it"
             )
-        if isinstance(base_layer, RoutedPattention | ThresholdedPattention):
-            raise ValueError(
-                f"{name} is sparse (config.active_groups, config.thresholds), which token adapters "
-                "do not support; name dense layers in target_modules"
-            )
         self.base_layer = base_layer
         self.name = name
         self.merge_row = merge_row
@@ -93,6 +91,11 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
             raise ValueError(
                 "norm='shared': with theta softmax a token with a zero key has a weight, so adding "
                 "it changes the output; use norm='own'"
+            )
+        if config.norm == "shared" and isinstance(base, ThresholdedPattention):
+            raise ValueError(
+                f"norm='shared': {self.name} skips tokens by a threshold (config.thresholds), and "
+                "new ones could not learn; use norm='own'"
             )
         if self.merged:
             raise ValueError(f"{self.name} has merged adapters; unmerge them first")
@@ -160,7 +163,7 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
     ) -> Tensor:
         base = self.base_layer
         if rows is None:
-            return self.attend(x, self.base_tokens(x.dtype), names)
+            return self.attend(x, base_tokens(base, x.dtype), names)
         assert isinstance(base, ModalityPattention)
         return rows.route(
             x,
@@ -208,18 +211,20 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
                 "for each"
             )
         tokens = self.tokens_by_sample(adapter_names, x.dtype)
-        if "shared" in tokens:
-            keys, values, scale = self.base_tokens(x.dtype)
-            added_keys, added_values = tokens["shared"]
-            options = self.theta_options(scale)
-            output = pattention_with_added(x, keys, values, added_keys, added_values, options)
-        else:
-            output = self.base_layer(x)
+        shared = tokens.get("shared")
+        output = self.base_layer(x) if shared is None else self.attend_with_added(x, *shared)
         if "own" in tokens:
             keys, values, counts = tokens["own"]
             options = self.theta_options(1.0)  # the scale is the count
             output = output + pattention_per_sample(x, keys, values, counts, options)
         return output
+
+    def attend_with_added(self, x: Tensor, added_keys: Tensor, added_values: Tensor) -> Tensor:
+        """Attend to the tokens of the layer and to added ones, which may be other ones in every
+        sample; for inference."""
+        keys, values, scale = base_tokens(self.base_layer, x.dtype)
+        options = self.theta_options(scale)
+        return pattention_with_added(x, keys, values, added_keys, added_values, options)
 
     def tokens_by_sample(
         self, adapter_names: Sequence[str], dtype: torch.dtype
@@ -247,12 +252,6 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
                     found[norm] += (torch.tensor(counts, device=keys.device),)
         cache[place] = found
         return found
-
-    def base_tokens(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, float | Tensor]:
-        base = self.base_layer
-        if isinstance(base, QuantizedPattention):
-            return *base.dequantized(dtype), base.scale_tokens
-        return base.token_set()
 
     def joined(self, names: Sequence[str], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the keys and values of adapters, in the dtype of the base: peft may keep those of
@@ -315,6 +314,44 @@ class TokenAdapterLayer(nn.Module, BaseTunerLayer):
 
     def __repr__(self) -> str:
         return f"token_adapter.{super().__repr__()}"
+
+
+class RoutedAdapterLayer(TokenAdapterLayer):
+    """Adapters of a layer whose router chooses groups of tokens. Their own tokens are in no group:
+    every row attends to them, and with `norm="shared"` they are in the norm of the others. So they
+    cannot be merged."""
+
+    def forward_shared(
+        self, x: Tensor, names: Sequence[str], rows: ModalityRows | None = None
+    ) -> Tensor:
+        base = self.base_layer
+        tokens = x if isinstance(base, QuantizedPattention) else base.key_tokens
+        return self.attend_with_added(x, *self.joined(names, tokens.dtype))
+
+    def attend_with_added(self, x: Tensor, added_keys: Tensor, added_values: Tensor) -> Tensor:
+        base: Any = self.base_layer
+        output: Tensor = base.attend_with_added(x, added_keys, added_values)
+        return output
+
+    def check_merge(self, safe_merge: bool, adapter_names: list[str] | None) -> list[str]:
+        if names := super().check_merge(safe_merge, adapter_names):
+            raise ValueError(
+                f"{self.name} is routed (config.active_groups): rows would skip merged tokens "
+                f"unless they choose their group; keep adapter {names[0]!r} attached"
+            )
+        return []
+
+
+def adapter_layer(base_layer: nn.Module, *arguments: Any) -> TokenAdapterLayer:
+    """Return the layer for adapters of a layer, with the arguments of `TokenAdapterLayer`."""
+    is_routed = isinstance(base_layer, GroupRouting)
+    return (RoutedAdapterLayer if is_routed else TokenAdapterLayer)(base_layer, *arguments)
+
+
+def base_tokens(base: TokenLayer, dtype: torch.dtype) -> tuple[Tensor, Tensor, float | Tensor]:
+    if isinstance(base, QuantizedPattention):
+        return *base.dequantized(dtype), base.scale_tokens
+    return base.token_set()
 
 
 def value_std(base: TokenLayer) -> float:

@@ -10,7 +10,7 @@ import torch
 from peft import TaskType
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import AuxiliaryTrainingWrapper
-from torch import nn
+from torch import Tensor, nn
 
 from tokenformer.adapters.adapter_config import TokenAdapterConfig
 from tokenformer.adapters.adapter_layer import (
@@ -18,12 +18,14 @@ from tokenformer.adapters.adapter_layer import (
     SampleAdapters,
     TokenAdapterLayer,
     TokenLayer,
+    adapter_layer,
 )
 from tokenformer.adapters.peft_registration import PREFIX
 from tokenformer.errors import AdapterError
 from tokenformer.growth.tokens.token_counts import LayerProjection, config_with_tokens
 from tokenformer.growth.tokens.token_set import FROZEN_ENCODER, layer_place, token_layers
 from tokenformer.layers.quantized import QuantizedPattention
+from tokenformer.layers.router import routing_biases
 from tokenformer.models.configuration import TokenConfig, TokenformerConfig
 from tokenformer.models.fingerprint import fingerprint
 from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
@@ -72,7 +74,7 @@ class TokenAdapterModel(BaseTuner):
         row = None
         if isinstance(target, TokenLayer):  # others are refused
             row = merge_row(self.model.config, layer_place(current_key))
-        layer = TokenAdapterLayer(target, adapter_name, peft_config, current_key, row)
+        layer = adapter_layer(target, adapter_name, peft_config, current_key, row)
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)  # an additional adapter is not trained until it is active
         self._replace_module(parent, target_name, layer, target)
@@ -237,10 +239,16 @@ def base_fingerprint(model: nn.Module, replaced: Iterable[str] = ()) -> str | No
 def hash_base(model: nn.Module, left_out: frozenset[str]) -> str | None:
     if any(isinstance(module, QuantizedPattention) for module in model.modules()):
         return QUANTIZED
-    weights = {}
+    weights: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        own = name.replace(".base_layer", "").replace(".original_module", "")
+        own = base_name(name)
         is_base = PREFIX not in name and ".modules_to_save." not in name
         if is_base and not left_out & set(own.split(".")):
             weights[own] = parameter
+    weights |= {base_name(name): bias for name, bias in routing_biases(model)}
     return fingerprint(weights.items())
+
+
+def base_name(name: str) -> str:
+    """Return the name that a parameter of the base has without adapters."""
+    return name.replace(".base_layer", "").replace(".original_module", "")

@@ -17,11 +17,12 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from tokenformer.growth.tokens.prefix import active_share
-from tokenformer.growth.tokens.token_usage import eval_mode, row_chunks, scores_and_weights
+from tokenformer.growth.tokens.token_usage import eval_mode, row_chunks
 from tokenformer.interpret.behavior import Behavior
 from tokenformer.interpret.intervention import intervene
 from tokenformer.interpret.token_name import AnyToken, Token, check_tokens, named_layers
 from tokenformer.layers.pattention import Pattention
+from tokenformer.layers.router import Router, routers
 
 
 def attribute(
@@ -55,6 +56,8 @@ def output_gradients(
         for name, layer in layers.items():
             hook = layer.register_forward_hook(lambda *args, name=name: record(name, *args))
             stack.callback(hook.remove)
+        for router in routers(model):
+            stack.callback(router.register_forward_hook(without_estimate).remove)
         loss = behavior.total_loss(model)
     gradients = torch.autograd.grad(loss, [output for _, output in seen.values()])
     return {
@@ -63,13 +66,22 @@ def output_gradients(
     }
 
 
+def without_estimate(
+    router: Router, inputs: Any, found: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    """Drop the gates that are always 1: what passes through them is an estimate for training, not
+    the gradient of the loss."""
+    groups, gates = found
+    return groups, gates if router.is_gated else None
+
+
 @torch.no_grad()
 def weighted(layer: Pattention, x: Tensor, gradient: Tensor) -> Tensor:
     """Return the sum over all rows of weight * (value . gradient), [n]."""
     total = torch.zeros(layer.num_tokens, dtype=torch.float64)
     rows, slopes = row_chunks(layer, x), gradient.reshape(-1, layer.out_features)
     for part, slope in zip(rows, slopes.split([len(part) for part in rows]), strict=True):
-        _, weights = scores_and_weights(layer, part, layer.key_tokens, layer.scale_tokens)
+        weights = layer.token_weights(part).weights
         effects = slope.to(weights.dtype) @ layer.value_tokens.to(weights.dtype).T  # [R, n]
         total += (weights * effects).sum(0).cpu().double()
     return total

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from tokenformer.growth.tokens.token_usage import observe_inputs, scores_and_weights
+from tokenformer.growth.tokens.token_usage import observe_inputs
 from tokenformer.interpret.firing import sample_chunks
 from tokenformer.interpret.token_index import AFTER, BEFORE, TokenIndex
 from tokenformer.interpret.token_name import full_names, named_layers
@@ -38,10 +38,9 @@ class ContextWeights:
             if not len(tokens):
                 continue
             used, columns = tokens.unique(return_inverse=True)
-            keys = self.layer.key_tokens
             parts = [
-                scores_and_weights(self.layer, rows[0], keys, self.layer.scale_tokens)[1][:, used]
-                for _, chunks in sample_chunks(x[row : row + 1], len(keys))
+                self.layer.token_weights(rows[0]).weights[:, used]
+                for _, chunks in sample_chunks(x[row : row + 1], self.layer.num_tokens)
                 for _, rows in chunks
             ]
             weights = torch.cat(parts).cpu()  # [T, used]

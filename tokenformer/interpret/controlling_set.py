@@ -13,17 +13,19 @@ as many from the same layers.
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import mean
 
 import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from tokenformer.growth.tokens.token_usage import eval_mode, token_statistics
+from tokenformer.growth.tokens.token_usage import eval_mode, observe_inputs, row_chunks
 from tokenformer.interpret.attribution import attribute, strongest
 from tokenformer.interpret.behavior import BATCH_SIZE, Behavior
 from tokenformer.interpret.intervention import intervene
 from tokenformer.interpret.token_name import Token, full_names, named_layers
+from tokenformer.layers.pattention import Pattention
 
 
 @dataclass(frozen=True)
@@ -210,11 +212,21 @@ def random_set(
 def busiest_set(model: PreTrainedModel, behavior: Behavior, tokens: list[Token]) -> list[Token]:
     """Return the tokens that add most to the outputs of their layers, by mean square, as many of
     each layer as the set has. Tokens of the set may be among them."""
-    statistics = token_statistics(model, behavior.inputs.split(BATCH_SIZE))
-    names, found = full_names(model), list[Token]()
-    for layer, count in Counter(token.layer for token in tokens).items():
-        most = statistics[names[layer]].contribution.topk(count).indices
-        found += [Token(layer, number) for number in most.tolist()]
+    counts, names = Counter(token.layer for token in tokens), full_names(model)
+    layers = {name: layer for name, layer in named_layers(model).items() if name in counts}
+    squares = {n: torch.zeros(each.num_tokens).double() for n, each in layers.items()}
+
+    def add(name: str, layer: Pattention, x: Tensor) -> None:
+        for rows in row_chunks(layer, x):
+            squares[name] += layer.token_weights(rows).weights.square().sum(0).cpu().double()
+
+    observers = {names[name]: partial(add, name, layer) for name, layer in layers.items()}
+    observe_inputs(model, behavior.inputs.split(BATCH_SIZE), observers)
+    found = list[Token]()
+    for name, count in counts.items():
+        lengths = layers[name].value_tokens.detach().cpu().double().square().sum(1)
+        most = (squares[name] * lengths).topk(count).indices
+        found += [Token(name, number) for number in most.tolist()]
     return found
 
 

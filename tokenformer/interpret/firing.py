@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from tokenformer.growth.tokens.token_usage import MASSES, MAX_SCORES, scores_and_weights
+from tokenformer.growth.tokens.token_usage import MASSES, MAX_SCORES
 from tokenformer.layers.pattention import Pattention
 
 LOW, WIDTH, BINS = -0.25, 0.25, 24
@@ -81,9 +81,9 @@ class LayerFiring:
     def count(self, x: Tensor) -> Tensor:
         """Add positions to the sums and return the weights [b, t, n]."""
         layer, sums = self.layer, self.sums
-        scores, weights = scores_and_weights(layer, x, layer.key_tokens, layer.scale_tokens)
+        scores, ungated, weights = layer.token_weights(x)
         rows = weights.flatten(0, 1)  # [R, n]
-        mass = MASSES[layer.theta].of_scores(scores.flatten(0, 1), rows)
+        mass = MASSES[layer.theta].of_scores(scores.flatten(0, 1), ungated.flatten(0, 1))
         total = mass.sum(-1, keepdim=True)
         share = torch.where(total > 0, mass / total, 0.0)  # a row may have no score at all
         sums.fired += (rows >= self.threshold).sum(0).cpu()
@@ -99,8 +99,10 @@ class LayerFiring:
         return weights
 
     def keep(self, weights: Tensor, positions: Tensor, first_sample: int) -> None:
-        """Keep the strongest contexts, given each sample's strongest position, [b, n]."""
+        """Keep the strongest contexts, given each sample's strongest position, [b, n]. A weight of
+        zero is none: rows of a sparse layer skip tokens."""
         sums, weights, positions = self.sums, weights.T.cpu(), positions.T.cpu()  # [n, b]
+        weights = weights.masked_fill(weights == 0, -torch.inf)
         rows = (weights.amax(1) > sums.top_weights[:, -1]).nonzero().flatten()
         if not len(rows):
             return

@@ -7,7 +7,8 @@
     direct_effects(model, maps, targets)["3.ffn"]    # what each token adds to a logit, [B, T, n]
 
 Of an image, position t is a patch, after the class token if there is one. Maps are computed by the
-reference implementation in fp32 or wider, whatever backend the model runs.
+reference implementation in fp32 or wider, whatever backend the model runs. In a sparse layer the
+weights of the tokens that a row skips are zero, and those of the others have the gates of a router.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +20,7 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from tokenformer.growth.model_inputs import check_batch
-from tokenformer.growth.tokens.token_usage import observe_inputs, scores_and_weights
+from tokenformer.growth.tokens.token_usage import observe_inputs
 from tokenformer.interpret.token_name import WRITERS, full_names, named_layers
 from tokenformer.layers.norm import LayerNorm, RMSNorm
 from tokenformer.layers.pattention import Pattention
@@ -33,7 +34,7 @@ class ScoreMap:
     """The tokens of one layer on one input."""
 
     layer: str
-    scores: Tensor  # [B, T, n]
+    scores: Tensor  # [B, T, n], as they enter the norm
     weights: Tensor  # [B, T, n]
     values: Tensor  # [n, d_out]; where the dtypes agree the layer's own, not a copy
 
@@ -44,7 +45,8 @@ class ScoreMap:
 
     @property
     def output(self) -> Tensor:
-        """The layer's output, [B, T, d_out]."""
+        """What the tokens add up to, [B, T, d_out]: the layer's output, but for the bias that a
+        routed layer may have."""
         return self.weights @ self.values
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
@@ -108,7 +110,7 @@ def score_maps(
     final: list[Tensor] = []
 
     def record(name: str, layer: Pattention, x: Tensor) -> None:
-        scores, weights = scores_and_weights(layer, x, layer.key_tokens, layer.scale_tokens)
+        scores, _, weights = layer.token_weights(x)
         values = layer.value_tokens.detach().to(weights.dtype)
         maps[name] = ScoreMap(name, scores, weights, values)
 

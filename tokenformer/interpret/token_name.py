@@ -12,9 +12,10 @@ from typing import NamedTuple
 from torch import nn
 
 from tokenformer.errors import TokenformerError
-from tokenformer.growth.tokens.token_set import check_tokenformer, token_layers
+from tokenformer.growth.tokens.token_counts import check_not_joint, check_not_quantized
+from tokenformer.growth.tokens.token_set import token_layers
 from tokenformer.layers.pattention import Pattention
-from tokenformer.models.configuration import PROJECTIONS
+from tokenformer.models.configuration import PROJECTIONS, TokenConfig
 
 WRITERS = ("o", "ffn")
 """Projections whose output is added to the residual stream; the logits depend on it directly."""
@@ -49,8 +50,11 @@ def named_layers(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
     `names` may be layers (3.ffn), blocks (3) or projections (ffn).
     """
     if hasattr(model, "peft_config"):
-        raise TypeError("the model has an adapter attached; merge it: model.merge_and_unload()")
-    check_tokenformer(model, "can be interpreted")
+        raise TypeError(
+            "the model has an adapter attached; merge it (model.merge_and_unload()), or look at "
+            "the base (model.unload())"
+        )
+    check_interpretable(model)
     places = sorted(
         token_layers(model).values(), key=lambda each: (each[0][1], PROJECTIONS.index(each[0][0]))
     )
@@ -63,6 +67,16 @@ def named_layers(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
     if unknown := [name for name in wanted if name not in known]:
         raise TokenNameError(f"the model has no layer {unknown[0]!r}; it has {', '.join(layers)}")
     return found
+
+
+def check_interpretable(model: nn.Module) -> None:
+    """Raise unless the model is a TokenFormer, dense or sparse, that is not quantized."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, TokenConfig):
+        name = type(model).__name__
+        raise TypeError(f"only a TokenFormer's tokens can be interpreted, not a {name}'s")
+    check_not_quantized(config)
+    check_not_joint(config)
 
 
 def full_names(model: nn.Module) -> dict[str, str]:

@@ -5,7 +5,7 @@ y = layer(x)        # [..., 768] -> [..., 768]
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,15 @@ from torch.nn.modules import module as torch_module
 from tokenformer.ops.backends import joint
 from tokenformer.ops.backends.native.fused import TokenGroup
 from tokenformer.ops.pattention import check_names, check_scale, pattention
-from tokenformer.ops.theta import ThetaOptions
+from tokenformer.ops.theta import ThetaOptions, accumulation_dtype
+
+
+class TokenWeights(NamedTuple):
+    """What a layer makes of its tokens for some rows, in fp32 or wider."""
+
+    scores: Tensor  # [..., n], as they enter the norm
+    ungated: Tensor  # [..., n], the weights before the gates of a router
+    weights: Tensor  # [..., n], what the values are multiplied with; zero for skipped tokens
 
 
 class Pattention(nn.Module):
@@ -138,6 +146,15 @@ class Pattention(nn.Module):
             eps=self.eps,
             backend=self.backend,
         )
+
+    def token_weights(self, x: Tensor) -> TokenWeights:
+        """Return the weights of all tokens [..., n] by the reference formula, for rows of any
+        dtype. The output is their product with the values, and the bias of a routed layer."""
+        wide = accumulation_dtype(self.key_tokens.dtype)
+        options = ThetaOptions(self.theta, self.scale_tokens, self.approximate, self.eps)
+        scores = x.to(wide) @ self.key_tokens.to(wide).T
+        weights = options.weights(scores)
+        return TokenWeights(scores, weights, weights)
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Called by `torch.jit.script`, which cannot compile the backend dispatch."""

@@ -74,6 +74,13 @@ class QuantizedRouting(GroupRouting, QuantizedPattention):
         return tokens
 
     def attend(self, x: Tensor) -> Tensor:
+        return self.attend_to_groups(x)
+
+    def attend_with_added(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """As `RoutedPattention.attend_with_added`."""
+        return self.attend_to_groups(x, (keys, values))
+
+    def attend_to_groups(self, x: Tensor, added: tuple[Tensor, Tensor] | None = None) -> Tensor:
         groups, gates = self.router(x, None, self._active_groups)
         out = routed_pattention(
             x,
@@ -82,6 +89,7 @@ class QuantizedRouting(GroupRouting, QuantizedPattention):
             group_size=self.group_size,
             norm=self.norm,
             gates=gates,
+            added=added,
             scale_tokens=self.routed_scale,
             theta=self.theta,
             approximate=self.approximate,

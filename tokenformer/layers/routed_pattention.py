@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tokenformer.layers.pattention import Pattention, has_hooks
+from tokenformer.layers.pattention import Pattention, TokenWeights, has_hooks
 from tokenformer.layers.router import (
     LINEAR_ROUTERS,
     ROUTERS,
@@ -24,8 +24,8 @@ from tokenformer.ops.backends.native import few_rows
 from tokenformer.ops.backends.native.library import Tokens
 from tokenformer.ops.backends.native.routed import routing
 from tokenformer.ops.backends.score_norm import exact_gram_root, pack_upper, unpack_upper
-from tokenformer.ops.routed_pattention import check_norm, routed_pattention
-from tokenformer.ops.theta import accumulation_dtype
+from tokenformer.ops.routed_pattention import check_norm, dense_weights, routed_pattention
+from tokenformer.ops.theta import ThetaOptions, accumulation_dtype
 
 
 class KeySummary(NamedTuple):
@@ -197,7 +197,17 @@ class RoutedPattention(GroupRouting, Pattention):
         if pointers is not None:
             theta = few_rows.theta_struct(self.theta, self.approximate, self.eps)
             return few_rows.pattention(x, pointers, self.key_tokens.dtype, theta)
-        groups, gates = self.router(x, summary.directions, self._active_groups)
+        return self.attend_to_groups(x, summary)
+
+    def attend_with_added(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attend to added tokens, too, which every row visits and which share the norm: keys
+        [m, d_in] and values [m, d_out], or [B, m, ...] for others in every sample."""
+        return self.attend_to_groups(x, self.key_summary(), (keys, values))
+
+    def attend_to_groups(
+        self, x: Tensor, summary: KeySummary, added: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        groups, gates = self.choose_groups(x, summary.directions)
         out = routed_pattention(
             x,
             self.key_tokens,
@@ -206,6 +216,7 @@ class RoutedPattention(GroupRouting, Pattention):
             group_size=self.group_size,
             norm=self.norm,
             gates=gates,
+            added=added,
             scale_tokens=self.routed_scale,
             theta=self.theta,
             approximate=self.approximate,
@@ -214,6 +225,24 @@ class RoutedPattention(GroupRouting, Pattention):
             backend=self.backend,
         )
         return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    def choose_groups(self, x: Tensor, directions: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the groups of every row and their gates; count the rows of a group for the load
+        balancing. A layer that is frozen, as below an adapter, is not balanced: it would choose
+        other groups than before."""
+        groups, gates = self.router(x, directions, self._active_groups)
+        trained = (self.key_tokens, *self.router.parameters())
+        if self.training and torch.is_grad_enabled() and all(p.requires_grad for p in trained):
+            self.router.count(groups)
+        return groups, gates
+
+    def token_weights(self, x: Tensor) -> TokenWeights:
+        groups, gates = self.router(x, self.directions(), self._active_groups)
+        wide = accumulation_dtype(self.key_tokens.dtype)
+        options = ThetaOptions(self.theta, self.routed_scale, self.approximate, self.eps)
+        scores = x.to(wide) @ self.key_tokens.to(wide).T
+        found = dense_weights(scores, groups, gates, None, options, self.group_size, self.norm)
+        return TokenWeights(found.scores, found.ungated, found.weights)
 
     def supports_native(self, x: Tensor) -> bool:
         """Whether native code can route these rows and attend to their tokens, with `pointers`."""
@@ -247,6 +276,8 @@ class RoutedPattention(GroupRouting, Pattention):
     def keeps_summary(self) -> bool:
         """Whether the keys stay the same, as in evaluation."""
         changing = self.training or torch.is_grad_enabled() or torch.compiler.is_compiling()
+        # Keys that LoRA computes anew for every call may get the address of earlier ones.
+        changing = changing or "key_tokens" not in self._parameters
         return not changing and not self.key_tokens.is_inference()
 
     def key_summary(self) -> KeySummary:

@@ -48,8 +48,6 @@ class Router(nn.Module):
         with no_autocast(x):
             scores = self.scores(self.normalized(x), directions)  # [..., groups]
             groups = largest(scores.detach() + self.bias, k)  # [..., k]
-            if self.training and torch.is_grad_enabled():
-                self.count(groups)
             return groups, self.gates(scores, groups)
 
     def scores(self, x: Tensor, directions: Tensor | None) -> Tensor:
@@ -71,7 +69,8 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def count(self, groups: Tensor) -> None:
-        """Add the rows that chose each group, until the next `update`. Activation checkpointing
+        """Add the rows that chose each group, until the next `update`; a layer calls it while it is
+        trained. Activation checkpointing
         counts every row twice, which changes neither the signs nor the shares."""
         if self.counts is None or self.counts.device != groups.device:
             self.counts = torch.zeros(self.num_groups, device=groups.device, dtype=torch.int64)
@@ -181,6 +180,14 @@ def routers(model: nn.Module) -> Iterator[Router]:
     for module in model.modules():
         if isinstance(module, Router):
             yield module
+
+
+def routing_biases(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the biases of all routers by name. They are not parameters, but a model in which they
+    differ chooses other groups."""
+    for name, module in model.named_modules():
+        if isinstance(module, Router):
+            yield f"{name}.bias", module.bias
 
 
 def balance_routers(

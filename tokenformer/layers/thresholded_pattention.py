@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenformer.layers.pattention import Pattention
+from tokenformer.layers.pattention import Pattention, TokenWeights
 from tokenformer.ops.theta import ThetaOptions
 
 
@@ -37,9 +37,16 @@ class ThresholdedPattention(Pattention):
         keys, values, scale = self.token_set()
         options = ThetaOptions(self.theta, scale, self.approximate, self.eps)
         scores = x @ keys.T  # [..., n]
-        weights = options.weights(scores)
+        weights = self.without_small(options.weights(scores), values)
+        return weights.to(scores.dtype) @ values
+
+    def without_small(self, weights: Tensor, values: Tensor) -> Tensor:
         added = weights.abs() * torch.linalg.vector_norm(values.to(weights.dtype), dim=1)
-        return weights.masked_fill(added < self.threshold, 0.0).to(scores.dtype) @ values
+        return weights.masked_fill(added < self.threshold, 0.0)
+
+    def token_weights(self, x: Tensor) -> TokenWeights:
+        scores, whole, _ = super().token_weights(x)
+        return TokenWeights(scores, whole, self.without_small(whole, self.value_tokens))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, threshold={self.threshold:g}"

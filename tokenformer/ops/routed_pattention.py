@@ -10,14 +10,19 @@ theta divides by a norm over the scores, either over all tokens (`norm="all"`) o
 it is exact without the scores of the tokens that are skipped. The other thetas have no such
 identity and take the norm over C.
 
+`added` tokens, those of adapters, are attended to by every row: their scores are in the norm, and
+they have no gates.
+
 `reference` computes all scores and masks them; every other backend is tested against it.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tokenformer.ops.added_tokens import added_scores, weighted_sum
 from tokenformer.ops.backends.auto import is_plain
 from tokenformer.ops.backends.grouped import run_grouped
 from tokenformer.ops.pattention import check_inputs, check_names, check_scale
@@ -36,6 +41,7 @@ def routed_pattention(
     group_size: int,
     norm: str = "all",
     gates: Tensor | None = None,
+    added: tuple[Tensor, Tensor] | None = None,
     scale_tokens: float | Tensor | None = None,
     theta: str = "l2_gelu",
     approximate: str = "none",
@@ -55,6 +61,8 @@ def routed_pattention(
         norm: `all`, the norm over the scores of all tokens, for `l2_gelu` only; or `chosen`, over
             those of the row's groups. With all groups chosen both are `pattention`.
         gates: a factor for the weights of every group, `[..., k]`; by default 1.
+        added: keys `[m, d_in]` and values `[m, d_out]` of tokens that every row attends to, or
+            `[B, m, ...]` for others in every sample of x `[B, ..., d_in]`.
         scale_tokens: as in `pattention`; by default the token count n.
         theta, approximate, eps: as in `pattention`.
         gram_root: `exact_gram_root(key_tokens)`, computed once where the keys stay the same.
@@ -82,11 +90,13 @@ def routed_pattention(
     if backend == "auto":
         supported = torch.compiler.is_compiling() or is_plain(x, key_tokens, value_tokens, groups)
         backend = "grouped" if supported else "reference"
+    scores = None if added is None else added_scores(x, added[0])  # [..., m]
+    given = x, key_tokens, value_tokens, groups, gates, scores, options, group_size, norm
     if backend == "reference":
-        return reference(x, key_tokens, value_tokens, groups, gates, options, group_size, norm)
-    return run_grouped(
-        x, key_tokens, value_tokens, groups, gates, options, group_size, norm, gram_root
-    )
+        out, weights = reference(*given)
+    else:
+        out, weights = run_grouped(*given, gram_root)
+    return out if added is None or weights is None else out + weighted_sum(weights, added[1])
 
 
 def reference(
@@ -95,24 +105,54 @@ def reference(
     values: Tensor,
     groups: Tensor,
     gates: Tensor | None,
+    added: Tensor | None,
     options: ThetaOptions,
     group_size: int,
     norm: str,
-) -> Tensor:
+) -> tuple[Tensor, Tensor | None]:
+    """Return the output without added tokens and, given their scores [..., m], their weights."""
     scores = x @ keys.T  # [..., n]
+    found = dense_weights(scores, groups, gates, added, options, group_size, norm)
+    out = found.weights.to(scores.dtype) @ values  # [..., d_out]
+    return out, None if added is None else found.added.to(scores.dtype)
+
+
+class DenseWeights(NamedTuple):
+    """The weights of all tokens, zero for those that a row skips."""
+
+    scores: Tensor  # [..., n], as they enter the norm
+    ungated: Tensor  # [..., n]
+    weights: Tensor  # [..., n]
+    added: Tensor  # [..., m]
+
+
+def dense_weights(
+    scores: Tensor,
+    groups: Tensor,
+    gates: Tensor | None,
+    added: Tensor | None,
+    options: ThetaOptions,
+    group_size: int,
+    norm: str,
+) -> DenseWeights:
+    """Return the weights of all tokens, given the scores [..., n] of all of them."""
+    n, count = scores.shape[-1], -(-scores.shape[-1] // group_size)
     if gates is None:
         gates = torch.ones_like(groups, dtype=scores.dtype)
-    count = -(-keys.shape[0] // group_size)
     by_group = scores.new_zeros(*scores.shape[:-1], count)
     chosen = by_group.scatter(-1, groups, 1.0).repeat_interleave(group_size, -1)
-    chosen = chosen[..., : keys.shape[0]] > 0  # [..., n]
+    chosen = chosen[..., :n] > 0  # [..., n]
     gate = by_group.scatter(-1, groups, gates.to(scores.dtype)).repeat_interleave(group_size, -1)
-    if not groups.shape[-1]:
-        return (scores * 0) @ values
     if norm == "chosen":  # a score of zero has no weight, except for softmax
         scores = scores.masked_fill(~chosen, -math.inf if options.theta == "softmax" else 0.0)
-    weights = options.weights(scores) * gate[..., : keys.shape[0]]  # [..., n]
-    return weights.masked_fill(~chosen, 0.0).to(scores.dtype) @ values  # [..., d_out]
+    if added is None:
+        added = scores[..., :0]
+    if not groups.shape[-1] and not added.shape[-1]:  # softmax would divide by zero
+        none = scores.masked_fill(~chosen, 0.0) * 0
+        return DenseWeights(scores, none, none, added)
+    weights = options.weights(torch.cat([scores, added], dim=-1))
+    ungated = weights[..., :n].masked_fill(~chosen, 0.0)
+    return DenseWeights(scores, ungated, ungated * gate[..., :n], weights[..., n:])
 
 
 def check_norm(norm: str, theta: str) -> None:

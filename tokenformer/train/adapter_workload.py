@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tokenformer.errors import AdapterError, DataError
 from tokenformer.growth.tokens.token_set import token_layers
 from tokenformer.layers.quantized import QuantizedPattention
+from tokenformer.layers.router import routing_biases
 from tokenformer.models.fingerprint import fingerprint
 from tokenformer.train.adaptation import (
     Adaptation,
@@ -161,8 +162,7 @@ def weights_of_base(model: nn.Module, unfrozen: tuple[str, ...]) -> str | None:
     """Return the fingerprint of the model without the modules that are trained whole."""
     if any(isinstance(module, QuantizedPattention) for module in model.modules()):
         return fingerprint(model.state_dict().items())
+    weights = [*model.named_parameters(), *routing_biases(model)]
     return fingerprint(
-        (name, parameter)
-        for name, parameter in model.named_parameters()
-        if name.partition(".")[0] not in unfrozen
+        (name, one) for name, one in weights if name.partition(".")[0] not in unfrozen
     )

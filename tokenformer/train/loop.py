@@ -87,7 +87,7 @@ class Loop:
         self.parameters = list(self.trained.parameters())  # listing them takes as long as clipping
         self.optimizer = make_optimizer(self.trained, optimizer)
         self.row_rates = RowRates(task.model, optimizer.part_rates)
-        self.balance = RouterBalance(task.model, self.ranks)
+        self.balance = RouterBalance(task.model, self.ranks, is_frozen=task.trained is not None)
         self.anneal = None if anneal_steps is None else ScaleAnneal(task.model, anneal_steps)
         self.ema = WeightEMA(self.trained, run.ema) if run.ema is not None else None
         self.compiled_module = torch.compile(self.module) if run.compile else self.module

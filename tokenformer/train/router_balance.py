@@ -1,6 +1,7 @@
 """Balances the load of a model's routers after every optimizer step, over all ranks.
 
-The biases are buffers of the model, so checkpoints hold them and a resumed run routes as before.
+The biases are buffers of the model, so checkpoints hold them and a resumed run routes as before. A
+run that trains only a part of a model, such as an adapter, leaves them as they are.
 """
 
 from typing import TYPE_CHECKING
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class RouterBalance:
-    def __init__(self, model: "PreTrainedModel", ranks: Ranks) -> None:
+    def __init__(self, model: "PreTrainedModel", ranks: Ranks, *, is_frozen: bool = False) -> None:
         self.model, self.ranks = model, ranks
-        self.is_routed = any(True for _ in routers(model))
+        self.is_routed = not is_frozen and any(True for _ in routers(model))
 
     def start_step(self) -> None:
         """Forget rows of a step that was not taken, or of measurements before the first."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from tokenformer.growth.tokens.token_set import token_layers
-from tokenformer.growth.tokens.token_usage import observe_inputs, row_chunks, scores_and_weights
+from tokenformer.growth.tokens.token_usage import observe_inputs, row_chunks
 from tokenformer.layers.pattention import Pattention
 
 Place = tuple[str, int]
@@ -36,8 +36,7 @@ def usage(model: PreTrainedModel, batch: Tensor, names: Iterable[str]) -> dict[s
 
     def add(name: str, layer: Pattention, x: Tensor) -> None:
         for rows in row_chunks(layer, x):
-            _, weights = scores_and_weights(layer, rows, layer.key_tokens, layer.scale_tokens)
-            found[name] += weights.abs().sum(0).cpu().double()
+            found[name] += layer.token_weights(rows).weights.abs().sum(0).cpu().double()
 
     observe_inputs(model, [batch], {n: partial(add, n, layer) for n, layer in layers.items()})
     for name, layer in layers.items():
