@@ -490,3 +490,23 @@ def test_native_code_for_a_few_rows(
         torch.finfo(dtype).eps * wanted.abs().max() + 2e-6 * n * layer.value_tokens.abs().max()
     )
     assert (found.double() - wanted).abs().max() <= rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_balancing_moves_large_biases_of_a_half_model(dtype, tmp_path):
+    """A bias of -6 plus a step of 0.01 is -6 in bf16."""
+    layer = RoutedPattention(8, 8, 32, group_size=8, active_groups=2)
+    layer.router.bias.fill_(-6.0)
+    layer.to(dtype)
+    assert layer.key_tokens.dtype == dtype
+    before = layer.router.bias.clone()
+    counts = torch.tensor([0, 5, 5, 10])
+    for _ in range(50):
+        layer.router.update(counts)
+    moved = layer.router.bias - before
+    assert moved.dtype == torch.float32
+    assert moved[0] > 1
+    assert moved[3] < -0.5
+    with torch.no_grad():
+        assert layer(torch.randn(3, 8, dtype=dtype)).dtype == dtype
+    assert layer.double().router.bias.dtype == torch.float64

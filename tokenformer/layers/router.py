@@ -38,9 +38,19 @@ class Router(nn.Module):
         super().__init__()
         self.num_groups = num_groups
         self.balance_rate = balance_rate
-        self.register_buffer("bias", torch.zeros(num_groups, device=device))
+        self.register_buffer("bias", torch.zeros(num_groups, dtype=torch.float32, device=device))
         # Not a buffer: DDP would overwrite the counts of all ranks with those of the first.
         self.counts: Tensor | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        """Keep the bias in fp32 in a model that moves to a half dtype: one step of the balancing is
+        less than bf16 can add to it."""
+        before = self.bias
+        super()._apply(fn, recurse)
+        if self.bias.dtype in (torch.bfloat16, torch.float16):
+            kept = before.to(self.bias.device) if not before.is_meta else self.bias
+            self.bias = kept.float()
+        return self
 
     def forward(self, x: Tensor, directions: Tensor | None, k: int) -> tuple[Tensor, Tensor | None]:
         """Return the k groups of every row of `x` [..., d], and their gates; None for gates of 1.
