@@ -137,11 +137,6 @@ def test_compiles_whole(make_model: Make) -> None:
 
 def test_what_does_not_know_routing_refuses_it(make_model: Make) -> None:
     model = make_model("tokenformer", **ROUTED)
-    batches = [torch.arange(20)[None]]
-    with pytest.raises(
-        ValueError, match=r"active_groups=.*only the tokens of a dense model can be"
-    ):
-        tokenformer.prune(model, batches, keep=0.5)
     with pytest.raises(ValueError, match="only the tokens of a dense model can be merged"):
         tokenformer.merge(model, model)
     with pytest.raises(ValueError, match="only the tokens of a dense model can be cut"):

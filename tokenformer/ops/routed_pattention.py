@@ -100,19 +100,37 @@ def reference(
     norm: str,
 ) -> Tensor:
     scores = x @ keys.T  # [..., n]
+    return routed_weights(scores, groups, gates, options, group_size, norm) @ values
+
+
+def routed_weights(
+    scores: Tensor,
+    groups: Tensor,
+    gates: Tensor | None,
+    options: ThetaOptions,
+    group_size: int,
+    norm: str,
+) -> Tensor:
+    """Return the weights [..., n] of all tokens, zero for those that a row skips, from the scores
+    of all tokens and the groups [..., k] of every row."""
+    if not groups.shape[-1]:
+        return scores * 0
     if gates is None:
         gates = torch.ones_like(groups, dtype=scores.dtype)
-    count = -(-keys.shape[0] // group_size)
-    by_group = scores.new_zeros(*scores.shape[:-1], count)
-    chosen = by_group.scatter(-1, groups, 1.0).repeat_interleave(group_size, -1)
-    chosen = chosen[..., : keys.shape[0]] > 0  # [..., n]
+    chosen = group_mask(groups, scores.shape[-1], group_size)  # [..., n]
+    by_group = scores.new_zeros(*scores.shape[:-1], -(-scores.shape[-1] // group_size))
     gate = by_group.scatter(-1, groups, gates.to(scores.dtype)).repeat_interleave(group_size, -1)
-    if not groups.shape[-1]:
-        return (scores * 0) @ values
     if norm == "chosen":  # a score of zero has no weight, except for softmax
         scores = scores.masked_fill(~chosen, -math.inf if options.theta == "softmax" else 0.0)
-    weights = options.weights(scores) * gate[..., : keys.shape[0]]  # [..., n]
-    return weights.masked_fill(~chosen, 0.0).to(scores.dtype) @ values  # [..., d_out]
+    weights = options.weights(scores) * gate[..., : scores.shape[-1]]  # [..., n]
+    return weights.masked_fill(~chosen, 0.0).to(scores.dtype)
+
+
+def group_mask(groups: Tensor, tokens: int, group_size: int) -> Tensor:
+    """Return a mask [..., tokens] of the tokens in the groups [..., k] of every row."""
+    count = -(-tokens // group_size)
+    chosen = torch.zeros(*groups.shape[:-1], count, dtype=torch.bool, device=groups.device)
+    return chosen.scatter(-1, groups, True).repeat_interleave(group_size, -1)[..., :tokens]
 
 
 def check_norm(norm: str, theta: str) -> None:
