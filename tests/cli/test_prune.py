@@ -15,7 +15,7 @@ from transformers import (
 
 import tokenformer
 from tests.support.commands import error_line
-from tests.support.growth import trained_tokenformer
+from tests.support.growth import trained_routed, trained_tokenformer
 from tests.support.image_text import make_joint, make_processor, pictures, train_new_tokens
 from tokenformer.cli import main
 from tokenformer.cli.samples import read_samples
@@ -142,6 +142,36 @@ def test_other_tokenizers_shapes_and_vocabularies_are_told(home, monkeypatch, ca
         run(home, monkeypatch, "merge", "small", "grown", "--out", "new")
     assert "models with different tokenizers" in capsys.readouterr().err
     assert not (home / "new").exists()
+
+
+def test_sparse_folders(home, monkeypatch, capsys, make_config):
+    model, _ = trained_routed(make_config, vocab_size=VOCAB_SIZE)
+    for name in ("one", "two"):
+        model.save_pretrained(home / name)
+        byte_tokenizer().save_pretrained(home / name)
+        for layer in model.model.layers:
+            layer.ffn.key_tokens.data[:32] *= 1.5  # half of the groups of the second model
+    run(home, monkeypatch, "prune", "one", "--data", "data", "--keep", 0.5, "--out", "half")
+    half = AutoModelForCausalLM.from_pretrained(home / "half")
+    assert (half.config.ffn_tokens, half.config.active_groups) == (32, {"ffn": 3})
+    assert half.model.layers[0].ffn.router.weight.shape[0] == 4
+    assert logits(home / "half").isfinite().all()
+    run(home, monkeypatch, "merge", "one", "two", "--out", "both")
+    both = AutoModelForCausalLM.from_pretrained(home / "both")
+    assert (both.config.ffn_tokens, both.config.active_groups) == (96, {"ffn": 5})
+    assert logits(home / "both").isfinite().all()
+    capsys.readouterr()
+    run(home, monkeypatch, "prune", "one", "--data", "data", "--out", "used", "--json")
+    report = json.loads(capsys.readouterr().out)
+    assert report["scale"] == "frozen"
+    prune = ["prune", "one", "--out", "none"]
+    for words, line in (
+        ([*prune, "--ffn_tokens", "32"], "--data is missing: model.layers.0.ffn is routed"),
+        ([*prune, "--ffn_tokens", "30", "--data", "data"], "use 24 or 32"),
+        (["merge", "one", "small", "--out", "none"], "routed layers ffn 0, ffn 1 and none"),
+    ):
+        assert line in error_line(words, capsys)
+    assert not (home / "none").exists()
 
 
 @pytest.fixture

@@ -135,16 +135,9 @@ def test_compiles_whole(make_model: Make) -> None:
     torch.testing.assert_close(*losses)
 
 
-def test_what_does_not_know_routing_refuses_it(make_model: Make) -> None:
+def test_prefixes_refuse_it(make_model: Make) -> None:
     model = make_model("tokenformer", **ROUTED)
-    batches = [torch.arange(20)[None]]
-    with pytest.raises(
-        ValueError, match=r"active_groups=.*only the tokens of a dense model can be"
-    ):
-        tokenformer.prune(model, batches, keep=0.5)
-    with pytest.raises(ValueError, match="only the tokens of a dense model can be merged"):
-        tokenformer.merge(model, model)
-    with pytest.raises(ValueError, match="only the tokens of a dense model can be cut"):
+    with pytest.raises(ValueError, match=r"active_groups=.*has no prefix.*tokenformer\.prune"):
         tokenformer.take_prefix(model, 0.5)
     with pytest.raises(ValueError, match="set its active_groups"):
         tokenformer.set_active_share(model, 0.5)

@@ -11,6 +11,7 @@ import tokenformer
 from tokenformer.growth.growth_report import GrowthReport
 from tokenformer.growth.parameter_mapping import match_dtype
 from tokenformer.layers import Pattention
+from tokenformer.layers.router import balance_routers
 
 TEXT_LENGTH = 64
 """Tokens of a sequence of text."""
@@ -34,6 +35,22 @@ def trained_tokenformer(
     for layer in layers:
         layer.backend = "auto"
     return model.eval(), optimizer
+
+
+def trained_routed(
+    make_config: Callable[..., Any], dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[Any, Optimizer]:
+    """Return a routed TokenFormer after some steps, and its optimizer."""
+    torch.manual_seed(0)
+    sizes = {"qkv_tokens": 24, "output_tokens": 24, "ffn_tokens": 64}
+    routing = {"group_size": 8, "active_groups": {"ffn": 3}, "routed_bias": True}
+    config = make_config("tokenformer", **{**sizes, **routing, **options})
+    model = tokenformer.TokenformerForCausalLM(config).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(12):
+        train_once(model, optimizer)
+        balance_routers(model)
+    return model, optimizer
 
 
 def trained_transformer(

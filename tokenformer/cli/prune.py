@@ -42,12 +42,14 @@ def prune_model(
         data: A folder made by `tokenformer prepare`, to measure the importance of tokens on.
             Without --data and --images, only tokens with zero keys are removed, which changes
             nothing.
-        keep: Share of the tokens of every layer to keep, such as 0.5.
+        keep: Share of the tokens of every layer to keep, such as 0.5; of a sparse layer the share
+            of its groups.
         out: New folder for the smaller model, its tokenizer or image processor, and the report,
             growth.json. Required.
         qkv_tokens: Instead of --keep: tokens in each of the q, k and v projections.
         output_tokens: Instead of --keep: tokens in each output projection.
-        ffn_tokens: Instead of --keep: tokens in each feed-forward layer.
+        ffn_tokens: Instead of --keep: tokens in each feed-forward layer; a multiple of the group
+            size if it is sparse.
         split: Split to measure on.
         sequences: Number of sequences or images to measure on, spread over the split.
         length: Tokens per sequence, without images; by default the model's context, at most 512.

@@ -139,9 +139,8 @@ def dense_weights(
     n, count = scores.shape[-1], -(-scores.shape[-1] // group_size)
     if gates is None:
         gates = torch.ones_like(groups, dtype=scores.dtype)
+    chosen = group_mask(groups, n, group_size)  # [..., n]
     by_group = scores.new_zeros(*scores.shape[:-1], count)
-    chosen = by_group.scatter(-1, groups, 1.0).repeat_interleave(group_size, -1)
-    chosen = chosen[..., :n] > 0  # [..., n]
     gate = by_group.scatter(-1, groups, gates.to(scores.dtype)).repeat_interleave(group_size, -1)
     if norm == "chosen":  # a score of zero has no weight, except for softmax
         scores = scores.masked_fill(~chosen, -math.inf if options.theta == "softmax" else 0.0)
@@ -153,6 +152,13 @@ def dense_weights(
     weights = options.weights(torch.cat([scores, added], dim=-1))
     ungated = weights[..., :n].masked_fill(~chosen, 0.0)
     return DenseWeights(scores, ungated, ungated * gate[..., :n], weights[..., n:])
+
+
+def group_mask(groups: Tensor, tokens: int, group_size: int) -> Tensor:
+    """Return a mask [..., tokens] of the tokens in the groups [..., k] of every row."""
+    count = -(-tokens // group_size)
+    chosen = torch.zeros(*groups.shape[:-1], count, dtype=torch.bool, device=groups.device)
+    return chosen.scatter(-1, groups, True).repeat_interleave(group_size, -1)[..., :tokens]
 
 
 def check_norm(norm: str, theta: str) -> None:

@@ -70,7 +70,7 @@ def test_shared_layers_are_the_sum_of_both_at_the_scale_of_merge():
 
 
 def test_merge_gives_the_same_scale():
-    from tokenformer.growth.tokens.merge import merge_layer
+    from tokenformer.growth.tokens.layer_merge import merge_layer
     from tokenformer.growth.tokens.token_set import TokenSet
 
     vision, language = make_halves()

@@ -14,7 +14,7 @@ from tests.support.growth import (
     trained_tokenformer,
 )
 from tokenformer.growth.parameter_mapping import NEW
-from tokenformer.growth.tokens.merge import merge_layer
+from tokenformer.growth.tokens.layer_merge import merge_layer
 from tokenformer.growth.tokens.token_set import TokenSet
 from tokenformer.ops import THETAS, pattention
 

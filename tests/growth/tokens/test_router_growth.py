@@ -1,5 +1,6 @@
 """Growing routed layers: more groups, as many active ones, the same output."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,30 +8,15 @@ import torch
 from torch import Tensor
 
 import tokenformer
-from tests.support.growth import train_once
+from tests.support.growth import trained_routed
 from tokenformer.growth.model_folder import grow_folder
 from tokenformer.layers.router import ROUTERS, balance_routers, routers
-
-SIZE = 8
 
 
 @pytest.fixture
 def trained(make_config: Any) -> Any:
     """trained(**options): a routed model after some steps, and its optimizer."""
-
-    def make(dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-        torch.manual_seed(0)
-        sizes = {"qkv_tokens": 24, "output_tokens": 24, "ffn_tokens": 64}
-        routing = {"group_size": SIZE, "active_groups": {"ffn": 3}, "routed_bias": True}
-        config = make_config("tokenformer", **{**sizes, **routing, **options})
-        model = tokenformer.TokenformerForCausalLM(config).to(dtype)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        for _ in range(12):
-            train_once(model, optimizer)
-            balance_routers(model)
-        return model, optimizer
-
-    return make
+    return partial(trained_routed, make_config)
 
 
 def logits(model: Any) -> Tensor:

@@ -177,10 +177,10 @@ def test_no_threshold_changes_nothing(make_model: Any) -> None:
     sparse, _ = tokenformer.sparsify(model, [ids], 1.0, method="threshold")
     with torch.no_grad():
         torch.testing.assert_close(sparse(ids).logits, model(ids).logits)
-    with pytest.raises(
-        ValueError, match=r"thresholds=.*only the tokens of a dense model can be pr"
-    ):
+    with pytest.raises(ValueError, match=r"thresholds=.*only the dense model .* can be pruned"):
         tokenformer.prune(sparse, [ids], keep=0.5)
+    with pytest.raises(ValueError, match=r"thresholds=.*only the dense model .* can be merged"):
+        tokenformer.merge(sparse, sparse)
     with pytest.raises(ValueError, match="only the tokens of a dense model can be made sparse"):
         tokenformer.sparsify(sparse, [ids])
 

@@ -16,10 +16,9 @@ and the merged scale is the sum of these parts:
 where r is the share of a set of tokens in its layer's mass, estimated from the norms of the keys.
 If b equals a, or is a grown by zero keys, s equals s_a and the merged model is exactly a. If both
 added a few tokens to the same model, s stays close to s_a. Without common tokens it is s_a + s_b.
-"""
 
-from dataclasses import dataclass
-from hashlib import blake2b
+Routed layers are merged by whole groups (`group_merge`): a row chooses among the groups of both.
+"""
 
 import torch
 from torch import Tensor
@@ -27,15 +26,16 @@ from torch import Tensor
 from tokenformer.growth.growth_report import GrowthReport
 from tokenformer.growth.model_from_tensors import ModelT
 from tokenformer.growth.parameter_mapping import NEW, ParameterMapping
+from tokenformer.growth.tokens.group_merge import RoutedMerge
+from tokenformer.growth.tokens.layer_merge import merge_layer
 from tokenformer.growth.tokens.prefix import active_share
 from tokenformer.growth.tokens.rewrite import replace_tokens
 from tokenformer.growth.tokens.token_set import (
-    Replacement,
     TokenSet,
     check_tokenformer,
     token_layers,
 )
-from tokenformer.growth.tokens.token_usage import MASSES
+from tokenformer.layers.routed_pattention import RoutedPattention
 from tokenformer.models.backbone import BlockPreTrainedModel
 
 CHOICES = {"embeddings": ("a", "b", "average"), "own": ("average", "sum")}
@@ -64,6 +64,8 @@ MUST_AGREE = (
     "num_labels",
 )
 """Configuration options that must be equal in both models."""
+ROUTING = ("group_size", "router", "theta_norm", "routed_bias")
+"""Further ones of routed models."""
 
 
 @torch.no_grad()
@@ -85,17 +87,25 @@ def merge(
                 f"{name}={value!r} is unknown; choose one of {', '.join(CHOICES[name])}"
             )
     for model in (a, b):
-        check_tokenformer(model, "can be merged")
+        check_tokenformer(model, "can be merged", routed=True)
     check_mergeable(a, b)
     others = {name: tensor.to(a.device) for name, tensor in b.state_dict().items()}
+    factor = 0.5 if own == "average" else 1.0
     replacements = {}
+    routed: dict[str, RoutedMerge] = {}
     for name, (projection, module) in token_layers(a).items():
-        pair = TokenSet.of(module), TokenSet.of(b.get_submodule(name), a.device)
-        replacements[name] = merge_layer(
-            *pair, module.theta, 0.5 if own == "average" else 1.0, b.config.row_rates(*projection)
-        )
+        other, rates = b.get_submodule(name), b.config.row_rates(*projection)
+        if isinstance(module, RoutedPattention):
+            routed[name] = RoutedMerge(name, module, other, factor)
+            replacements[name] = routed[name].replacement(rates)
+        else:
+            pair = TokenSet.of(module), TokenSet.of(other, a.device)
+            replacements[name] = merge_layer(*pair, module.theta, factor, rates)
 
     def combined(name: str, tensor: Tensor) -> tuple[Tensor, ParameterMapping]:
+        for layer, merged in routed.items():
+            if name.startswith(f"{layer}."):
+                return merged.copy(name, tensor, others[name])
         if embeddings == "a":
             return tensor.clone(), ParameterMapping(name)
         if embeddings == "b":  # the optimizer of a has no state for these
@@ -126,73 +136,19 @@ def check_mergeable(a: BlockPreTrainedModel, b: BlockPreTrainedModel) -> None:
         names.append("max_position_embeddings")
     pairs = {name: (getattr(a.config, name), getattr(b.config, name)) for name in names}
     pairs["dtype"] = (a.dtype, b.dtype)
+    if a.config.is_routed or b.config.is_routed:
+        pairs |= {name: (getattr(a.config, name), getattr(b.config, name)) for name in ROUTING}
+        pairs["routed layers"] = (routed_layers(a), routed_layers(b))
     differences = [f"{name} {x} and {y}" for name, (x, y) in pairs.items() if x != y]
     if differences:
         raise ValueError(f"models of different shape cannot be merged: {', '.join(differences)}")
 
 
-@dataclass(frozen=True)
-class RowMatch:
-    """Rows that are bit-identical in both models, one to one, and rows that only one has."""
-
-    common_a: list[int]
-    common_b: list[int]
-    own_a: list[int]
-    own_b: list[int]
-
-
-def merge_layer(
-    a: TokenSet, b: TokenSet, theta: str, factor: float, rates_of_b: list[float] | None = None
-) -> Replacement:
-    """Combine the tokens of a layer; values that only one model has are multiplied by `factor`."""
-    rows = match_rows(a, b)
-    factors = a.values.new_ones(a.size, 1)
-    factors[rows.own_a] = factor
-    tokens = TokenSet(
-        torch.cat([a.keys, b.keys[rows.own_b]]),
-        torch.cat([a.values * factors, b.values[rows.own_b] * factor]),
-        merged_scale(a, b, rows, theta),
-    )
-    added = len(rows.own_b)
-    return Replacement(
-        tokens,
-        torch.cat([torch.arange(a.size), torch.full((added,), NEW)]),
-        torch.cat([factors, factors.new_ones(added, 1)]),
-        [1.0 if rates_of_b is None else rates_of_b[row] for row in rows.own_b],
-    )
-
-
-def merged_scale(a: TokenSet, b: TokenSet, rows: RowMatch, theta: str) -> float:
-    in_common, alone = [], 0.0
-    for tokens, common, own in ((a, rows.common_a, rows.own_a), (b, rows.common_b, rows.own_b)):
-        mass = MASSES[theta].of_keys(tokens.keys.double())
-        shared, single = mass[common].sum().item(), mass[own].sum().item()
-        # If all keys are zero, no token has mass.
-        share = shared / (shared + single) if shared + single > 0 else float(bool(common))
-        in_common.append(tokens.scale * share)
-        alone += tokens.scale * (1 - share)
-    return sum(in_common) / 2 + alone
-
-
-def match_rows(a: TokenSet, b: TokenSet) -> RowMatch:
-    unmatched: dict[bytes, list[int]] = {}
-    for row, digest in enumerate(token_hashes(a)):
-        unmatched.setdefault(digest, []).append(row)
-    common_a, common_b, own_b = [], [], []
-    for row, digest in enumerate(token_hashes(b)):
-        if unmatched.get(digest):
-            common_a.append(unmatched[digest].pop(0))
-            common_b.append(row)
-        else:
-            own_b.append(row)
-    own_a = sorted(row for rows in unmatched.values() for row in rows)
-    return RowMatch(common_a, common_b, own_a, own_b)
-
-
-def token_hashes(tokens: TokenSet) -> list[bytes]:
-    """Return a hash of the bits of every token's key and value."""
-    halves = [half.cpu().contiguous().view(torch.uint8) for half in (tokens.keys, tokens.values)]
-    return [
-        blake2b(key.tobytes() + value.tobytes(), digest_size=16).digest()
-        for key, value in zip(*(half.numpy() for half in halves), strict=True)
+def routed_layers(model: BlockPreTrainedModel) -> str:
+    """Return the routed layers of a model, such as `ffn 0, ffn 1`; `none` without."""
+    found = [
+        f"{projection} {layer}"
+        for (projection, layer), module in token_layers(model).values()
+        if isinstance(module, RoutedPattention)
     ]
+    return ", ".join(found) or "none"

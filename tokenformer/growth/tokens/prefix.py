@@ -57,7 +57,13 @@ def take_prefix(model: ModelT, share: float) -> tuple[ModelT, GrowthReport]:
 
     Its output equals that of `model` after `set_active_share(model, share)`.
     """
-    check_tokenformer(model, "can be cut")
+    check_tokenformer(model, "can be cut", routed=True)
+    if model.config.is_routed:
+        raise ValueError(
+            f"active_groups={model.config.active_groups}: a routed layer has no prefix, its router "
+            "decides which tokens are used; set active_groups of the layers, or drop whole groups "
+            "with tokenformer.prune"
+        )
     replacements = {}
     with active_share(model, share):
         for name, (_, module) in token_layers(model).items():

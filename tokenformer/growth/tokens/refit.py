@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
+from tokenformer.growth.tokens.group_usage import KeptGroups
 from tokenformer.growth.tokens.token_set import TokenSet
 from tokenformer.growth.tokens.token_usage import observe_inputs, row_chunks, scores_and_weights
 from tokenformer.layers.pattention import Pattention
@@ -38,13 +39,17 @@ class ValueFit:
         self.gram = torch.zeros(count, count, dtype=torch.float64)
         self.residual = torch.zeros(count, kept.values.shape[1], dtype=torch.float64)
 
+    def weights(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights of the tokens in the whole layer [R, n] and of the kept ones [R, m],
+        in fp32 or wider."""
+        layer, kept = self.module, self.kept
+        _, whole = scores_and_weights(layer, rows, layer.key_tokens, layer.scale_tokens)
+        return whole, scores_and_weights(layer, rows, kept.keys, kept.scale)[1]
+
     def add(self, x: Tensor) -> None:
         layer, kept = self.module, self.kept
         for rows in row_chunks(layer, x):
-            _, whole = scores_and_weights(
-                layer, rows, layer.key_tokens, layer.scale_tokens
-            )  # [R, n]
-            _, weights = scores_and_weights(layer, rows, kept.keys, kept.scale)  # [R, m]
+            whole, weights = self.weights(rows)
             target = whole @ layer.value_tokens.to(whole.dtype)  # [R, d_out]
             missing = target - weights @ kept.values.to(whole.dtype)
             weights = weights[:, self.free.to(weights.device)]
@@ -62,13 +67,35 @@ class ValueFit:
         return values
 
 
+class RoutedValueFit(ValueFit):
+    """The ridge regression of a routed layer, with the groups that every row visits before and
+    after. The layer's bias stays."""
+
+    def __init__(self, groups: KeptGroups, kept: TokenSet) -> None:
+        super().__init__(groups.layer, kept)
+        self.whole, self.groups = KeptGroups.all_of(groups.layer), groups
+
+    def weights(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        scale = float(self.module.scale_tokens)
+        return self.whole.weights(rows, scale), self.groups.weights(rows, self.kept.scale)
+
+
 def refit_values(
-    model: PreTrainedModel, kept: Mapping[str, TokenSet], batches: Sequence[Tensor]
+    model: PreTrainedModel,
+    kept: Mapping[str, TokenSet],
+    batches: Sequence[Tensor],
+    groups: Mapping[str, KeptGroups],
 ) -> dict[str, Tensor]:
-    """Return new values for the layers in `kept`, which holds their remaining tokens."""
+    """Return new values for the layers in `kept`, which holds their remaining tokens; `groups`
+    holds the remaining groups of those that are routed."""
     values: dict[str, Tensor] = {}
     for names in memory_groups(kept):
-        fits = {name: ValueFit(model.get_submodule(name), kept[name]) for name in names}
+        fits = {
+            name: RoutedValueFit(groups[name], kept[name])
+            if name in groups
+            else ValueFit(model.get_submodule(name), kept[name])
+            for name in names
+        }
         observe_inputs(model, batches, {name: fit.add for name, fit in fits.items()})
         values |= {name: fit.values() for name, fit in fits.items()}
     return values

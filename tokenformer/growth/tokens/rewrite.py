@@ -84,6 +84,7 @@ class TokenRewrite:
         self.scales: dict[LayerProjection, float] = {}
         self.rates: dict[LayerProjection, list[float]] = {}
         self.ages: dict[LayerProjection, list[int]] = {}
+        self.active_groups: dict[LayerProjection, int] = {}
         self.parts: list[ChangedPart] = []
         self.mappings: dict[str, ParameterMapping] = {}
 
@@ -97,6 +98,7 @@ class TokenRewrite:
             learned_scale=self.learned,
             rates=self.rates,
             ages=self.ages,
+            active_groups=self.active_groups,
         )
 
     def tensors(
@@ -148,6 +150,8 @@ class TokenRewrite:
             rates = [self.old_rate] * before.size
         self.rates[projection] = new.rates(rates)
         self.ages[projection] = new.ages(self.before.ages(*projection), self.before.growths + 1)
+        if new.active_groups is not None:
+            self.active_groups[projection] = new.active_groups
         self.mappings |= new.mappings(layer)
         self.parts.append(
             ChangedPart(layer, (before.size,), (after.size,), before.scale, after.scale, change)

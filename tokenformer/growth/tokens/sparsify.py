@@ -42,6 +42,7 @@ from tokenformer.layers.router import Router
 from tokenformer.models.accounting import active_parameters, count_parameters
 from tokenformer.models.configuration import PROJECTIONS, TokenConfig
 from tokenformer.models.seeds import named_seed
+from tokenformer.ops.routed_pattention import group_mask
 
 PROFILE_ROWS = 512
 """Rows that describe a token for clustering."""
@@ -225,11 +226,11 @@ def route_layer(
 
     def chosen(x: Tensor) -> Tensor:
         scores = Router.normalized(x) @ weight.T + intercept
-        return token_mask(scores.topk(count).indices, groups, group_size, layer.num_tokens)
+        return group_mask(scores.topk(count).indices, layer.num_tokens, group_size)
 
     def oracle(x: Tensor) -> Tensor:
         best = group_strengths(layer, x, order, group_size).topk(count).indices
-        return token_mask(best, groups, group_size, layer.num_tokens)
+        return group_mask(best, layer.num_tokens, group_size)
 
     def skipped(x: Tensor, choose: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """What the chosen groups miss [R, d_out], and the whole output."""
@@ -288,12 +289,6 @@ def fit_router(rows: Tensor, strengths: Tensor) -> tuple[Tensor, Tensor]:
     gram.diagonal().add_(RIDGE * gram.diagonal().mean().clamp_min(1e-12))
     weight = torch.linalg.solve(gram, inputs.T @ (strengths.double() - middle)).T
     return weight.to(normalized), (middle - weight @ center).to(normalized)
-
-
-def token_mask(groups: Tensor, count: int, group_size: int, tokens: int) -> Tensor:
-    """Return a mask [R, tokens] of the tokens in the groups [R, k]."""
-    mask = torch.zeros(len(groups), count, device=groups.device).scatter_(1, groups, 1.0)
-    return mask.repeat_interleave(group_size, 1)[:, :tokens]
 
 
 def chosen_share(

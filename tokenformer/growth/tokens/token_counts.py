@@ -6,9 +6,15 @@ Growth only adds tokens and pruning only drops them; width and depth do not chan
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
-from tokenformer.models.configuration import PROJECTIONS, TOKEN_OPTIONS, TokenConfig, Tokens
+from tokenformer.models.configuration import (
+    PROJECTIONS,
+    TOKEN_OPTIONS,
+    TokenConfig,
+    Tokens,
+    has_entries,
+)
 from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
 
 LayerProjection = tuple[str, int]
@@ -38,6 +44,14 @@ def check_dense(config: TokenConfig, verb: str) -> None:
         raise ValueError(
             f"{option}={getattr(config, option)}: only the tokens of a dense model {verb}; "
             "this one is sparse"
+        )
+
+
+def check_no_thresholds(config: TokenConfig, verb: str) -> None:
+    if has_entries(config.thresholds):
+        raise ValueError(
+            f"thresholds={config.thresholds} hold for the tokens they were measured on: only the "
+            f"dense model they were measured on {verb}"
         )
 
 
@@ -92,16 +106,30 @@ def target_token_counts(
     return after
 
 
-def pruned_token_counts(
+class KeptCount(NamedTuple):
+    """How much of a projection pruning keeps."""
+
+    number: int
+    """Tokens, or groups of a routed projection."""
+    last: bool | None = None
+    """Whether the last group of a routed projection, which may be smaller, stays; None if its
+    contribution decides."""
+
+
+def kept_counts(
     config: TokenConfig, keep: float | None, tokens: Mapping[str, Tokens]
-) -> TokenCounts:
-    """Return the token counts to prune to: a share of every layer's, or those of the options."""
+) -> dict[LayerProjection, KeptCount]:
+    """Return how much to keep of every projection: a share, or the token counts of the options."""
     if (keep is None) == (not tokens):
         raise ValueError("give either a share to keep or token counts, such as ffn_tokens")
     before = token_counts(config)
     if keep is not None:
         check_share("keep", keep)
-        return {projection: token_share(size, keep) for projection, size in before.items()}
+        units = {
+            place: size if config.active(*place) is None else config.groups(*place)
+            for place, size in before.items()
+        }
+        return {place: KeptCount(token_share(count, keep)) for place, count in units.items()}
     after = token_counts(resized_config(config, tokens))
     for (projection, layer), size in after.items():
         if size > before[projection, layer]:
@@ -109,16 +137,36 @@ def pruned_token_counts(
                 f"{projection} of layer {layer} has {before[projection, layer]} tokens, fewer than "
                 f"{size}; pruning cannot enlarge a model, tokenformer.grow can"
             )
-    return after
+    return {
+        place: KeptCount(size)
+        if config.active(*place) is None
+        else whole_groups(*place, before[place], size, config.group_size)
+        for place, size in after.items()
+    }
+
+
+def whole_groups(
+    projection: str, layer: int, before: int, after: int, group_size: int
+) -> KeptCount:
+    """Return how many groups of `before` tokens are kept so that `after` tokens are."""
+    rest = before % group_size
+    if after % group_size not in (0, rest):
+        fewer = max(after // group_size, 1) * group_size
+        raise ValueError(
+            f"{projection} of layer {layer} is routed and loses whole groups of group_size="
+            f"{group_size}, so it cannot have {after} tokens; "
+            f"use {fewer} or {min(fewer + group_size, before)}"
+        )
+    return KeptCount(-(-after // group_size), after % group_size == rest if rest else None)
 
 
 def resized_config(config: TokenConfig, tokens: Mapping[str, Tokens]) -> TokenConfig:
-    """Return `config` with the given token counts and default scales and rates."""
+    """Return `config` with the given token counts, default scales and rates, and no routing."""
     for name in tokens:
         if name not in TOKEN_OPTIONS:
             raise ValueError(f"{name!r} is not an option; choose from {', '.join(TOKEN_OPTIONS)}")
     options: dict[str, Any] = config.to_dict() | dict.fromkeys(
-        ("scale_tokens", "token_rates", "token_ages")
+        ("scale_tokens", "token_rates", "token_ages", "active_groups")
     )
     if "qkv_tokens" in tokens:  # replaces q_tokens, k_tokens and v_tokens, unless given too
         options |= {"q_tokens": None, "k_tokens": None, "v_tokens": None}
@@ -144,8 +192,10 @@ def config_with_tokens(
     learned_scale: bool = False,
     rates: Mapping[LayerProjection, list[float]] | None = None,
     ages: Mapping[LayerProjection, list[int]] | None = None,
+    active_groups: Mapping[LayerProjection, int] | None = None,
 ) -> TokenConfig:
-    """Return `config` with other token counts, scales, learning rate factors and ages."""
+    """Return `config` with other token counts, scales, learning rate factors, ages and active
+    groups."""
     if isinstance(config, TokenformerImageTextConfig) and config.is_joined:
         return joint_config(config, sizes, rates or {}, ages or {})
     depth = config.num_hidden_layers
@@ -153,7 +203,22 @@ def config_with_tokens(
     options["learned_scale"] = learned_scale
     options["token_rates"] = rows_by_layer(rates or {}, depth, usual=1)
     options["token_ages"] = rows_by_layer(ages or {}, depth, usual=0)
+    options["active_groups"] = group_options(config, active_groups or {})
     return type(config).from_dict(options)
+
+
+def group_options(
+    config: TokenConfig, changed: Mapping[LayerProjection, int]
+) -> dict[str, Any] | None:
+    """Return the option `active_groups` with other numbers for some projections."""
+    found: dict[str, Any] = dict(config.active_groups or {})
+    for projection in found:
+        layers = range(config.num_hidden_layers)
+        before = [config.active(projection, layer) for layer in layers]
+        after = [changed.get((projection, layer), before[layer]) for layer in layers]
+        if after != before:
+            found[projection] = after[0] if len(set(after)) == 1 else after
+    return found or None
 
 
 def count_options(

@@ -9,6 +9,7 @@ from tokenformer.growth.parameter_mapping import NEW, ParameterMapping
 from tokenformer.growth.tokens.token_counts import (
     LayerProjection,
     check_dense,
+    check_no_thresholds,
     check_not_joint,
     check_not_quantized,
 )
@@ -49,6 +50,8 @@ class Replacement:
     """Factor on the old values: one number, or one per row [n', 1]."""
     new_rates: list[float] | None = None
     """Learning rate factors of the new rows, in order; by default 1."""
+    active_groups: int | None = None
+    """Groups that a row visits, of a routed layer; by default as before."""
 
     def rates(self, before: list[float] | None) -> list[float]:
         """Return the learning rate factor of every row, given those of the old rows."""
@@ -94,11 +97,15 @@ def layer_place(name: str) -> LayerProjection:
     return words[-1], next(int(word) for word in words if word.isdigit())
 
 
-def check_tokenformer(model: nn.Module, verb: str) -> None:
-    """Raise unless the model is a TokenFormer that is neither quantized nor sparse."""
+def check_tokenformer(model: nn.Module, verb: str, *, routed: bool = False) -> None:
+    """Raise unless the model is a TokenFormer that is neither quantized nor sparse; with `routed`
+    some of its layers may be routed."""
     config = getattr(model, "config", None)
     if not isinstance(config, TokenConfig):
         raise TypeError(f"only a TokenFormer's tokens {verb}, not a {type(model).__name__}'s")
     check_not_quantized(config)
     check_not_joint(config)
-    check_dense(config, verb)
+    if routed:
+        check_no_thresholds(config, verb)
+    else:
+        check_dense(config, verb)
