@@ -40,6 +40,16 @@ def test_larger_and_the_same(trained: Any, router: str, theta_norm: str, init: s
     assert all(part.change is None for part in report.parts if part.name.endswith("ffn"))
 
 
+def test_softmax_grows_by_zero_keys_where_it_is_routed(trained: Any) -> None:
+    """A token with a zero key has a weight in softmax, but no row chooses it."""
+    model, _ = trained(torch.float64, theta="softmax", theta_norm="chosen")
+    before = logits(model)
+    grown, _ = tokenformer.grow(model, ffn_tokens=256)
+    torch.testing.assert_close(logits(grown), before, rtol=1e-9, atol=1e-11)
+    with pytest.raises(ValueError, match="with softmax a token with a zero key"):
+        tokenformer.grow(model, ffn_tokens=256, qkv_tokens=96)
+
+
 def test_random_new_groups_change_only_the_norm(trained: Any) -> None:
     model, _ = trained(theta_norm="chosen")
     grown, _ = tokenformer.grow(model, ffn_tokens=256, init="random", scale="frozen")
@@ -103,7 +113,7 @@ def test_what_cannot_grow_is_named(trained: Any) -> None:
     with pytest.raises(ValueError, match="has 60 tokens, and its last group"):
         tokenformer.grow(partial, ffn_tokens=128)
     still, _ = trained(balance_rate=0.0)
-    with pytest.raises(ValueError, match="balance_rate=0: new groups would never be chosen"):
+    with pytest.raises(ValueError, match=r"balance_rate=0: new groups .*config\.json"):
         tokenformer.grow(still, ffn_tokens=128)
     skipping, _ = trained(active_groups=None, thresholds={"ffn": [0.1, None]})
     with pytest.raises(ValueError, match=r"thresholds=.*grow the dense model"):

@@ -1,5 +1,6 @@
 """Sparsifying trained models: what stays exact, what the report says, what is refused."""
 
+import copy
 import json
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 import tokenformer
 from tests.support.growth import evenly_spaced
 from tokenformer import TokenformerForImageClassification, TokenformerVisionConfig
+from tokenformer.growth.tokens.prefix import set_active_share
 from tokenformer.growth.tokens.sparse_distillation import divergence, mean_losses
 from tokenformer.growth.tokens.sparsify import fit_router
 from tokenformer.growth.tokens.token_clusters import assign, balanced_clusters
@@ -158,12 +160,12 @@ def test_thresholds_leave_the_wanted_share(
     name = report.layers[1].name
     dense, module = model.get_submodule(name), sparse.get_submodule(name)
     assert isinstance(module, ThresholdedPattention)
-    x = torch.randn(50, 48)
+    x = torch.randn(50, 48).double()  # in fp32 rounding decides about tokens at the threshold
     with torch.no_grad():
-        weights = THETAS["l2_gelu"](x @ dense.key_tokens.T, 128.0, "tanh", 1e-5)
-        added = weights[..., None] * dense.value_tokens  # [R, n, d]
+        weights = THETAS["l2_gelu"](x @ dense.key_tokens.double().T, 128.0, "tanh", 1e-5)
+        added = weights[..., None] * dense.value_tokens.double()  # [R, n, d]
         kept = added.norm(dim=-1, keepdim=True) >= module.threshold
-        torch.testing.assert_close(module(x), (added * kept).sum(1), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(copy.deepcopy(module).double()(x), (added * kept).sum(1))
         sparse.eval().save_pretrained(tmp_path)
         loaded = tokenformer.TokenformerForCausalLM.from_pretrained(tmp_path).eval()
         torch.testing.assert_close(loaded(held_out).logits, sparse(held_out).logits)
@@ -256,3 +258,25 @@ def test_what_cannot_be_made_sparse_is_refused(make_model: Any) -> None:
         tokenformer.sparsify(make_model("tokenformer"), [])
     with pytest.raises(ValueError, match=r"1 rows for .* give more data"):
         tokenformer.sparsify(make_model("tokenformer"), [torch.tensor([[1]])])
+
+
+def test_a_prefix_of_the_tokens_is_refused(make_model: Any) -> None:
+    model = make_model("tokenformer", ffn_tokens=64)
+    batches = [torch.randint(61, (2, 16))]
+    for method in (
+        lambda: tokenformer.sparsify(model, batches, active=0.5, group_size=8),
+        lambda: tokenformer.upcycle(model, group_size=8),
+    ):
+        set_active_share(model, None)
+        method()
+        set_active_share(model, 0.5)
+        with pytest.raises(ValueError, match=r"uses .* tokens; set active_tokens to None"):
+            method()
+
+
+def test_a_share_is_rounded_up_only_if_it_must_be(make_model: Any) -> None:
+    model = make_model("tokenformer", ffn_tokens=100)
+    batches = [torch.randint(61, (2, 16))]
+    for active, groups in ((0.07, 7), (0.28, 28), (0.281, 29)):
+        sparse, _ = tokenformer.sparsify(model, batches, active=active, group_size=1)
+        assert sparse.config.active_groups == {"ffn": [groups, groups]}

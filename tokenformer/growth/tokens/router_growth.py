@@ -78,6 +78,7 @@ def check_routed_growth(config: TokenConfig, sizes: TokenCounts, init: str) -> N
             )
         if not config.balance_rate:
             raise ValueError(
-                "balance_rate=0: new groups would never be chosen; set config.balance_rate and the "
-                f"balance_rate of the routers, for {name}"
+                f"balance_rate=0: new groups of {name} would never be chosen; set balance_rate, "
+                "such as 0.01, in the config.json of the model, or in Python in model.config and "
+                "its routers"
             )

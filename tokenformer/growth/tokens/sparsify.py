@@ -11,6 +11,7 @@ groups have on average. The mean of what is skipped becomes a bias of the layer.
 `distill_steps` then train the sparse model to match the logits of the dense one.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ from tokenformer.growth.tokens.token_counts import (
     rows_by_layer,
     token_counts,
 )
-from tokenformer.growth.tokens.token_set import check_tokenformer, token_layers
+from tokenformer.growth.tokens.token_set import check_tokenformer, check_whole, token_layers
 from tokenformer.growth.tokens.token_usage import (
     MASSES,
     observe_inputs,
@@ -102,6 +103,7 @@ def sparsify(
     dense model are not equally useful.
     """
     check_tokenformer(model, "can be made sparse")
+    check_whole(model)
     check_options(model.config, active, group_size, method, projections, distill_steps)
     batches = list(batches)
     measured = batches if held_out is None else list(held_out)
@@ -219,7 +221,7 @@ def route_layer(
         (profiles - profiles.mean(0)).T, group_size, seed=named_seed(seed, name)
     )
     groups = -(-layer.num_tokens // group_size)
-    count = max(1, -int(-active * groups // 1))
+    count = max(1, math.ceil(round(active * groups, 9)))  # 0.07 x 100 is 7.000000000000001
     strengths = group_strengths(layer, fit, order, group_size)
     weight, intercept = fit_router(fit, strengths)
     keys, values = layer.key_tokens[order], layer.value_tokens[order]

@@ -288,8 +288,11 @@ def check_options(
     check_routed_growth(config, sizes, init)
     if config.theta == "softmax":
         before = token_counts(config)
-        whole = all(size % before[projection] == 0 for projection, size in sizes.items())
-        if init == "zero" or (init == "clone" and not whole):
+        # Rows do not choose the new groups of routed layers at growth.
+        dense = [place for place in sizes if config.active(*place) is None]
+        grows = any(sizes[place] != before[place] for place in dense)
+        whole = all(sizes[place] % before[place] == 0 for place in dense)
+        if (init == "zero" and grows) or (init == "clone" and not whole):
             raise ValueError(
                 "with softmax a token with a zero key still has weight, so adding it changes the "
                 "output; use init='clone' with a whole multiple of the tokens, or init='random'"

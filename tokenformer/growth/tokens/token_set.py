@@ -97,6 +97,16 @@ def layer_place(name: str) -> LayerProjection:
     return words[-1], next(int(word) for word in words if word.isdigit())
 
 
+def check_whole(model: nn.Module) -> None:
+    """Raise if layers use only the first of their tokens."""
+    for name, (_, layer) in token_layers(model).items():
+        if layer.active_tokens is not None:
+            raise ValueError(
+                f"{name} uses {layer.active_tokens} of its {layer.num_tokens} tokens; set "
+                "active_tokens to None, or cut the model first (take_prefix)"
+            )
+
+
 def check_tokenformer(model: nn.Module, verb: str, *, routed: bool = False) -> None:
     """Raise unless the model is a TokenFormer that is neither quantized nor sparse; with `routed`
     some of its layers may be routed."""

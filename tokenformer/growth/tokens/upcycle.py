@@ -27,6 +27,7 @@ from tokenformer.growth.tokens.token_set import (
     Replacement,
     TokenSet,
     check_tokenformer,
+    check_whole,
     token_layers,
 )
 from tokenformer.models.configuration import TokenConfig
@@ -60,6 +61,7 @@ def upcycle(
         seed: of the router weights.
     """
     check_tokenformer(model, "can be upcycled")
+    check_whole(model)
     if copies < 2:
         raise ValueError(f"copies={copies} must be at least 2")
     if group_size < 1:
