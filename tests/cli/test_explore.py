@@ -12,13 +12,17 @@ import urllib.request
 
 import pytest
 import torch
+from PIL import Image
 
 import tokenformer
 from tests.support.growth import trained_tokenformer
+from tests.support.image_text import make_joint
 from tests.support.processes import LIMIT, START, started, wait_until
 from tokenformer.cli import main
 from tokenformer.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
+from tokenformer.data.image_sources import load_images
 from tokenformer.interpret import Token, TokenIndex, Vocabulary
+from tokenformer.interpret.index_tokens import small_pictures
 from tokenformer.models.image_processing import TokenformerImageProcessor
 from tokenformer.serve.explorer import Explorer
 
@@ -38,6 +42,25 @@ def home(tmp_path, make_config, capsys, monkeypatch):
     capsys.readouterr()
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def other_models(home, capsys):
+    """Models of other kinds beside `small`: `classifier` and `joint`."""
+    save_classifier(home / "classifier")
+    make_joint(dtype=torch.float32).save_pretrained(home / "joint")
+    capsys.readouterr()
+
+
+def save_classifier(folder):
+    """An untrained classifier of the digits, with a class token and four patches."""
+    torch.manual_seed(0)
+    config = tokenformer.TokenformerVisionConfig(
+        image_size=8, patch_size=4, num_channels=1, num_labels=10, hidden_size=16,
+        num_hidden_layers=1, num_attention_heads=2, initializer_range=0.3,
+    )  # fmt: skip
+    tokenformer.TokenformerForImageClassification(config).save_pretrained(folder)
+    TokenformerImageProcessor.for_size(8, 1).save_pretrained(folder)
 
 
 def copy_with_other_tokenizer(corpus, out):
@@ -171,19 +194,15 @@ def test_an_index_of_other_text_is_not_used(home):
 
 
 def test_a_classifier_is_explored_on_images(tmp_path, capsys, monkeypatch):
-    torch.manual_seed(0)
-    config = tokenformer.TokenformerVisionConfig(
-        image_size=8, patch_size=4, num_channels=1, num_labels=10, hidden_size=16,
-        num_hidden_layers=1, num_attention_heads=2, initializer_range=0.3,
-    )  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    tokenformer.TokenformerForImageClassification(config).save_pretrained("model")
-    TokenformerImageProcessor.for_size(8, 1).save_pretrained("model")
+    save_classifier("model")
     explore("model", "--images", "digits", "--sequences", 20, "--out", "site", "--json")
     report = json.loads(capsys.readouterr().out)
     assert (report["samples"], report["grid"]) == (20, [2, 2])
     site = tmp_path / "site"
-    assert piece(site, "site")["image"] == [1, 8, 8, 2, 2]
+    overview = piece(site, "site")
+    assert (overview["image"], overview["classTokens"]) == ([1, 8, 8, 2, 2], 1)
+    assert overview["positions"] - overview["samples"] == 20 * 4, "patches"
     context = piece(site, "tokens-0.ffn-0")[0]["contexts"][0]
     assert len(context[3]) == 5, "the class token and four patches"
     assert context[3][context[2]] == "9" or context[0] < max(
@@ -196,6 +215,36 @@ def test_a_classifier_is_explored_on_images(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("split", "shown", "count"), [(None, "validation", 180), ("train", "train", 1617)]
+)
+def test_images_are_of_the_split(tmp_path, capsys, split, shown, count):
+    """By default those that training holds out."""
+    save_classifier(tmp_path / "model")
+    words = [] if split is None else ["--split", split]
+    explore(tmp_path / "model", "--images", "digits", "--out", tmp_path / "site", *words,
+            "--sequences", 2000, "--examples", 1)  # fmt: skip
+    overview = piece(tmp_path / "site", "site")
+    assert (overview["source"], overview["samples"]) == (f"digits, {shown}", count)
+    pictures = getattr(load_images("digits"), "train" if split else "held_out")
+    pixels = torch.stack([torch.tensor(pictures.picture(n)[0]) for n in range(count)])
+    expected = {each.numpy().tobytes() for each in small_pictures(pixels.permute(0, 3, 1, 2))}
+    samples = TokenIndex.load(tmp_path / "site" / "index").samples
+    assert {each.numpy().tobytes() for each in samples} <= expected
+
+
+def test_splits_of_images_have_their_own_names(tmp_path):
+    for split in ("train", "val"):
+        for name in ("cat", "dog"):
+            folder = tmp_path / "images" / split / name
+            folder.mkdir(parents=True)
+            Image.new("L", (8, 8), 99).save(folder / "1.png")
+    save_classifier(tmp_path / "model")
+    words = ["--images", tmp_path / "images", "--examples", 1, "--out"]
+    explore(tmp_path / "model", *words, tmp_path / "site")
+    assert piece(tmp_path / "site", "site")["source"] == "images, val"
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("small --data data", "--out is missing"),
@@ -205,7 +254,14 @@ def test_a_classifier_is_explored_on_images(tmp_path, capsys, monkeypatch):
         ("small --data absent --out new", "--data: no absent"),
         ("small --data small --out new", "holds no prepared corpus"),
         ("small --data data --split test --out new", "no split 'test'"),
-        ("small --data data --length 99999 --out new", "needs 100000"),
+        ("small --data data --length 65 --out new", "beyond the model's context of 64 tokens"),
+        ("small --data data --serve --port 0 --before classifier", "--before is an image class"),
+        ("small --data data --serve --port 0 --before joint", "--before joint is a vision-lang"),
+        ("classifier --images digits --serve --port 0", "--serve needs a language model"),
+        ("classifier --images digits --serve --port 0 --out new", "--serve needs a language"),
+        ("classifier --images digits --split nonsense --out new", "digits has no split 'nonse"),
+        ("classifier --images digits --length 9 --out new", "--length 9 is for text"),
+        ("joint --data data --out new", "joint is a vision-language model, which cannot be exp"),
         ("small --data data --threshold 0 --out new", "--threshold 0.0 must be above 0"),
         ("small --data other --out new", "prepare the text with the model's tokenizer"),
         ("small --data data --sequences 0 --out new", "--sequences 0"),
@@ -214,7 +270,7 @@ def test_a_classifier_is_explored_on_images(tmp_path, capsys, monkeypatch):
         ("data --data data --out new", "has no config.json"),
     ],
 )
-def test_refusals_are_one_line_and_leave_nothing(home, capsys, arguments, message):
+def test_refusals_are_one_line_and_leave_nothing(home, other_models, capsys, arguments, message):
     before = sorted(path.name for path in home.iterdir())
     with pytest.raises(SystemExit) as end:
         explore(*arguments.split())

@@ -14,7 +14,7 @@ from tokenformer.cli.serve import bind
 from tokenformer.data.byte_tokenizer import VOCAB_SIZE, byte_tokenizer
 from tokenformer.errors import InputError
 from tokenformer.interpret import Vocabulary, direct_effects, intervene, score_maps
-from tokenformer.serve.explorer import MAX_BODY, Explorer
+from tokenformer.serve.explorer import MAX_BODY, Explorer, RequestError
 
 JSON = {"Content-Type": "application/json"}
 
@@ -121,6 +121,7 @@ def test_an_answer_is_that_of_the_model(ask, explorer):
         ("/api/run", '{"text": "a", "off": ["0.q.9"]}', JSON, 400, "0.q has 8 tokens"),
         ("/api/run", '{"text": "a", "off": ["x"]}', JSON, 400, "is not a token"),
         ("/api/run", json.dumps({"text": "a" * 65}), JSON, 400, "65 tokens; at most 64"),
+        ("/api/run", '{"text": "a\\ud800b"}', JSON, 400, "half a character"),
         ("/api/run", '{"text": "a"}', {"Content-Type": "text/plain"}, 415, "application/json"),
         (
             "/api/run",
@@ -151,6 +152,29 @@ def test_one_character_has_no_loss_but_a_continuation(explorer):
     (run,) = explorer.answer({"text": "A"})["runs"]
     assert run["loss"] is None
     assert run["continuation"]
+
+
+def test_a_text_must_fit_the_earlier_model_too(explorer, site, make_config):
+    options = {"vocab_size": VOCAB_SIZE, "positions": "learned", "max_position_embeddings": 16}
+    earlier = tokenformer.TokenformerForCausalLM(make_config("tokenformer", **options)).eval()
+    both = Explorer(explorer.model, explorer.vocabulary, site, earlier)
+    assert len(both.answer({"text": "a" * 16})["runs"]) == 2
+    assert json.loads(both.live_piece()[len('TF.take("live",') : -2])["longest"] == 4 * 16
+    with pytest.raises(RequestError, match="17 tokens; at most 16"):
+        both.answer({"text": "a" * 17})
+
+
+def test_an_unexpected_error_is_answered(ask, explorer, monkeypatch):
+    def fail(*args, **options):
+        raise IndexError("out of\nrange")
+
+    monkeypatch.setattr(explorer.model, "generate", fail)
+    status, headers, body = ask("POST", "/api/run", '{"text": "abc"}', JSON)
+    assert status == 500
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert json.loads(body) == {"error": "the server failed: IndexError: out of"}
+    monkeypatch.undo()
+    assert ask("POST", "/api/run", '{"text": "abc"}', JSON)[0] == 200
 
 
 def test_models_that_cannot_be_compared_are_refused(explorer, site, make_config):

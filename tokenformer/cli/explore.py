@@ -9,7 +9,7 @@ from json import dumps, loads
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenformer.cli.model import model_errors, resolve_folder
+from tokenformer.cli.model import IMAGE_TEXT, kind_of, model_errors, resolve_folder
 from tokenformer.cli.progress import ShowProgress, progress
 from tokenformer.cli.samples import LONGEST, Samples, check_samples, image_samples, text_samples
 from tokenformer.cli.serve import address, bind
@@ -57,7 +57,7 @@ def explore(
             without --serve.
         images: For an image classifier, instead of --data: an image source as in `tokenformer
             train`, such as a folder of images by class, or digits.
-        split: Split to read; by default validation if there is one, else train.
+        split: Split to read; by default the held-out one (validation) if there is one, else train.
         sequences: Number of sequences or images to read, spread over the split.
         length: Tokens per sequence; by default the model's context, at most 512.
         examples: Number of inputs with a score map of their own.
@@ -78,6 +78,7 @@ def explore(
     out, data = (None if path is None else expand_user(path) for path in (out, data))
     source = resolve_folder(model)
     other = None if before is None else resolve_folder(before)
+    check_kinds(model, source, before, other)
     check_samples(data, images)
     with ExitStack() as stack:
         listener = stack.enter_context(closing(bind("127.0.0.1", port))) if serve else None
@@ -85,6 +86,11 @@ def explore(
             out = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "site"
         with model_errors(out):
             loaded, reader = load(source, verify=not no_verify)
+            earlier = None if other is None else load(other, verify=not no_verify)[0]
+            if serve:
+                from tokenformer.serve.explorer import check_live
+
+                check_live(loaded, earlier)
             if serve and exists(out):
                 check_site(out, loaded)
             else:
@@ -98,7 +104,6 @@ def explore(
         from tokenformer.serve.explorer import Explorer
 
         with model_errors(out):
-            earlier = None if other is None else load(other, verify=not no_verify)[0]
             explorer = Explorer(loaded, reader, out, earlier)
         assert listener is not None
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # to delete the temporary folder
@@ -118,6 +123,16 @@ def check_options(out: Path | None, serve: bool, before: str | None, **counts: i
     for name, value in counts.items():
         if value is not None and value < 1:
             raise InputError(f"--{name} {value} must be at least 1")
+
+
+def check_kinds(model: str, source: Path, before: str | None, other: Path | None) -> None:
+    """Refuse a vision-language model, by its config.json."""
+    for name, folder in ((model, source), (f"--before {before}", other)):
+        if folder is not None and kind_of(folder) == IMAGE_TEXT:
+            raise InputError(
+                f"{name} is {IMAGE_TEXT}, which cannot be explored; explore the vision or the "
+                "language model that it was joined from"
+            )
 
 
 def load(source: Path, *, verify: bool) -> "tuple[Any, Vocabulary]":
@@ -158,16 +173,21 @@ def open_samples(
     if isinstance(model.config, VisionConfig):
         if images is None or data is not None:
             raise InputError(f"{source} is an image classifier; use --images instead of --data")
-        return image_samples(images, source, model, count=sequences)
+        if length is not None:
+            raise InputError(f"--length {length} is for text; leave it out with --images")
+        return image_samples(images, source, model, count=sequences, split=split)
     if data is None or images is not None:
         raise InputError(f"{source} is a language model; use --data FOLDER")
+    context = model.config.max_position_embeddings
+    if length is not None and length > context:
+        raise InputError(f"--length {length} is beyond the model's context of {context} tokens")
     splits = open_corpus(data, vocabulary.tokenizer, model.config.vocab_size).splits
     found = split or ("validation" if "validation" in splits else "train")
     return text_samples(
         data,
         split=found,
         sequences=sequences,
-        length=length or min(LONGEST, model.config.max_position_embeddings),
+        length=length or min(LONGEST, context),
         vocab_size=model.config.vocab_size,
     )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenformer.errors import InputError
+from tokenformer.errors import DataError, InputError
 from tokenformer.paths import exists, expand_user, is_local, missing_message
 
 if TYPE_CHECKING:
@@ -64,13 +64,15 @@ def text_samples(
     return Samples(len(starts), read, f"{public_name(data)}, {split}")
 
 
-def image_samples(source: str, folder: Path, model: Any, *, count: int) -> Samples:
-    """Return pixels [B, C, H, W] of at most so many images, spread over the training split and
-    prepared by the model's image processor."""
+def image_samples(
+    source: str, folder: Path, model: Any, *, count: int, split: str | None = None
+) -> Samples:
+    """Return pixels [B, C, H, W] of at most so many images, spread over a split, by default the
+    held-out one, and prepared by the model's image processor."""
     from transformers import AutoImageProcessor
 
     from tokenformer.data.image_batches import ImageReader
-    from tokenformer.data.image_sources import load_images
+    from tokenformer.data.image_sources import HELD_OUT, image_splits
     from tokenformer.models.model_card import public_name
 
     try:
@@ -78,13 +80,18 @@ def image_samples(source: str, folder: Path, model: Any, *, count: int) -> Sampl
     except (OSError, ValueError) as error:
         line = str(error).strip().partition("\n")[0]
         raise InputError(f"the image processor of {folder} cannot be loaded: {line}") from None
-    reader = ImageReader(load_images(source).train, processor, model.config.num_labels)
+    splits = image_splits(source)
+    if split is None:
+        split = next(name for name in (*HELD_OUT, *splits) if name in splits)
+    if split not in splits:
+        raise DataError(f"{source} has no split {split!r}; it has {', '.join(splits)}")
+    reader = ImageReader(splits[split], processor, model.config.num_labels)
     indices = [index for batch in reader.held_out(BATCH_SIZE, count) for index in batch.indices]
 
     def read(numbers: list[int]) -> "Tensor":
         return reader.plain_batch([indices[n] for n in numbers]).pixels.to(model.dtype)
 
-    return Samples(len(indices), read, public_name(source))
+    return Samples(len(indices), read, f"{public_name(source)}, {split}")
 
 
 def read_samples(
@@ -98,8 +105,8 @@ def read_samples(
 
 
 def read_image_samples(source: str, folder: Path, model: Any, *, count: int) -> "list[Tensor]":
-    """Return all batches of `image_samples`."""
-    return list(image_samples(source, folder, model, count=count))
+    """Return all batches of `image_samples` from the training split."""
+    return list(image_samples(source, folder, model, count=count, split="train"))
 
 
 def read_image_text_samples(

@@ -90,6 +90,16 @@ def load_test_images(source: str, on_corrupt: str = "refuse") -> tuple[ImageSet,
     raise DataError(f"{source} has no images")
 
 
+def image_splits(source: str, on_corrupt: str = "refuse") -> dict[str, ImageSet]:
+    """Load all splits of a source by name. Without a held-out split, `validation` is the share that
+    `load_images` holds out."""
+    splits = all_splits(source, on_corrupt)
+    if "train" not in splits or any(name in splits for name in HELD_OUT):
+        return splits
+    found = split_set(splits["train"], HELD_OUT_SHARE)
+    return {**splits, "train": found.train, "validation": found.held_out}
+
+
 def check_images(source: str) -> None:
     """Raise an error unless a source is a local folder or a dataset on the hub."""
     reason = ""

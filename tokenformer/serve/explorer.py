@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenformer.errors import InputError, TokenformerError
+from tokenformer.errors import InputError, TokenformerError, first_line
 from tokenformer.interpret.behavior import Behavior
 from tokenformer.interpret.intervention import intervene
 from tokenformer.interpret.score_map import direct_effects, score_maps
@@ -60,17 +60,29 @@ class RequestError(TokenformerError):
         self.status = status
 
 
+def check_live(model: Any, earlier: Any = None) -> None:
+    """Raise `InputError` unless both are language models with vocabularies of one size."""
+    if not isinstance(model.config, LanguageConfig):
+        raise InputError(
+            "--serve needs a language model; write the page of an image classifier with --out "
+            "and open it from disk"
+        )
+    if earlier is None:
+        return
+    if not isinstance(earlier.config, LanguageConfig):
+        raise InputError("--before is an image classifier; name a language model to compare with")
+    if earlier.config.vocab_size != model.config.vocab_size:
+        raise InputError(
+            f"--before has a vocabulary of {earlier.config.vocab_size}, the model one of "
+            f"{model.config.vocab_size}; compare models with one tokenizer"
+        )
+
+
 class Explorer:
     """A site, the model that it shows, and maybe one to compare with."""
 
     def __init__(self, model: Any, vocabulary: Vocabulary, site: Path, earlier: Any = None) -> None:
-        if not isinstance(model.config, LanguageConfig):
-            raise InputError("--serve needs a language model; open the page of a classifier itself")
-        if earlier is not None and earlier.config.vocab_size != model.config.vocab_size:
-            raise InputError(
-                f"--before has a vocabulary of {earlier.config.vocab_size}, the model one of "
-                f"{model.config.vocab_size}; compare models with one tokenizer"
-            )
+        check_live(model, earlier)
         self.model, self.earlier, self.vocabulary = model, earlier, vocabulary
         self.files = {
             f"/{path.relative_to(site).as_posix()}": path
@@ -79,7 +91,9 @@ class Explorer:
         }
         index = TokenIndex.load(site / "index")
         self.data = SiteData(index, {}, vocabulary)
-        self.longest = min(MAX_POSITIONS, model.config.max_position_embeddings)
+        models = [model] if earlier is None else [model, earlier]
+        contexts = [each.config.max_position_embeddings for each in models]
+        self.longest = min(MAX_POSITIONS, *contexts)
         first = index.samples[0, : min(96, self.longest)].tolist()
         text = vocabulary.decode(first).strip("\N{REPLACEMENT CHARACTER}")
         self.text = text.partition(" ")[2] or text  # a sample may begin within a word
@@ -118,6 +132,12 @@ class Explorer:
         return {**self.data.example(maps, 0, logits, effects), "runs": runs}
 
     def encode(self, text: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise RequestError(
+                HTTPStatus.BAD_REQUEST, "the text has half a character (a lone surrogate)"
+            ) from None
         ids: list[int] = self.vocabulary.tokenizer(text, add_special_tokens=False, verbose=False)[
             "input_ids"
         ]
@@ -189,6 +209,12 @@ class Handler(BaseHTTPRequestHandler):
         except TokenformerError as error:
             status, kind = HTTPStatus.BAD_REQUEST, "application/json"
             body = error_body(str(error))
+        except (TimeoutError, ConnectionError):  # the client is gone
+            raise
+        except Exception as error:  # a model can raise anything
+            status, kind = HTTPStatus.INTERNAL_SERVER_ERROR, "application/json"
+            body = error_body(f"the server failed: {first_line(error)}")
+            self.close_connection = True
         with suppress(BrokenPipeError, ConnectionResetError):
             self.send_response(status)
             for name, value in {**HEADERS, "Content-Type": kind}.items():
