@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.support.image_text import make_joint
+from tokenformer.interpret.intervention import intervene
 from tokenformer.interpret.score_map import direct_effects, score_maps
 from tokenformer.interpret.token_name import Token, TokenNameError, check_tokens, named_layers
 
@@ -81,6 +83,47 @@ def test_direct_effects_of_an_image_on_its_class(make_classifier, pooling):
     total = sum(effect.sum((1, 2)) for effect in effects.values())
     rows = torch.arange(3)
     torch.testing.assert_close(total + others[rows, classes], logits[rows, classes])
+
+
+def test_a_pinned_token_has_the_pinned_weight(make_model):
+    """So the effects still sum up to the logit; also within another block, and after it."""
+    model = make_model("tokenformer")
+    targets = (IDS * 7) % 61
+    free = score_maps(model, IDS)
+    values = free["1.ffn"].values.clone()
+    pin = {"1.ffn.3": 2.0, "1.ffn.5": -1.0, "0.q.1": 0.5}
+    with intervene(model, pin=pin), intervene(model, off=["1.ffn.4"], pin={"1.ffn.5": 9.0}):
+        maps = score_maps(model, IDS)
+        effects = direct_effects(model, maps, targets)
+        with torch.no_grad():
+            logits = model(input_ids=IDS).logits.gather(-1, targets[..., None])[..., 0]
+    each = maps["1.ffn"]
+    assert (each.weights[..., 3] == 2).all()
+    assert (each.weights[..., 5] == -1).all(), "the outer block has pinned it"
+    torch.testing.assert_close(each.contributions[0, 0, 3], 2 * values[3].norm())
+    assert (each.contributions[..., 4] == 0).all()
+    assert (maps["0.q"].weights[..., 1] == 0.5).all()
+    total = sum(effect.sum(-1) for effect in effects.values())
+    torch.testing.assert_close(total + what_no_token_writes(model, maps, targets), logits)
+    after = score_maps(model, IDS)["1.ffn"]
+    assert torch.equal(after.weights, free["1.ffn"].weights)
+    assert torch.equal(after.values, values)
+
+
+def what_no_token_writes(model, maps, targets):
+    """The part of the logits that comes from the embedding and the norm's bias."""
+    embedded = model.model.embed_tokens(maps.inputs)
+    embedded = embedded - embedded.mean(-1, keepdim=True)
+    norm, scale = model.model.norm, maps.final.var(-1, unbiased=False, keepdim=True)
+    normed = embedded * (scale + norm.eps).rsqrt() * norm.weight + norm.bias
+    return (normed * model.lm_head.weight[targets]).sum(-1).detach()
+
+
+def test_vision_language_models_are_refused_with_what_to_do():
+    joint = make_joint()
+    for inputs in (IDS, torch.randn(1, 3, 8, 8), {"input_ids": IDS}):
+        with pytest.raises(TypeError, match="use the vision or the language model that it was"):
+            score_maps(joint, inputs)
 
 
 def test_layers_and_tokens_by_name(make_model):

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -106,20 +107,45 @@ def scaled_values(layer: Pattention, factors: dict[int, float]) -> Iterator[None
             values[rows] = before
 
 
+class Pins(NamedTuple):
+    """Tokens of a layer whose weight is a constant."""
+
+    tokens: list[int]
+    weights: Tensor  # [k]
+    values: Tensor  # [k, d_out], of which the layer has zeros meanwhile
+
+
+PINS = WeakKeyDictionary[Pattention, list[Pins]]()
+"""By layer, the outermost block first."""
+
+
 @contextmanager
 def added_constant(layer: Pattention, weights: dict[int, float]) -> Iterator[None]:
     """Add weight * value of some tokens to every output of a layer."""
     values = layer.value_tokens.detach()[list(weights)]
-    constant = values.new_tensor(list(weights.values())) @ values  # [d_out]
+    pins = Pins(list(weights), values.new_tensor(list(weights.values())), values)
+    constant = pins.weights @ values  # [d_out]
 
     def add(module: Any, inputs: Any, output: Tensor) -> Tensor:
         return output + constant
 
     handle = layer.register_forward_hook(add)
+    PINS.setdefault(layer, []).append(pins)
     try:
         yield
     finally:
+        PINS[layer].pop()
         handle.remove()
+
+
+def with_pins(layer: Pattention, weights: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weights [..., n] and values [n, d_out] of a layer with those of pinned tokens."""
+    for pins in reversed(PINS.get(layer, [])):  # within another pin, the value is zero
+        at = torch.tensor(pins.tokens, device=weights.device)
+        pinned = pins.weights.to(weights.dtype).expand(*weights.shape[:-1], -1)
+        weights = weights.index_copy(-1, at, pinned)
+        values = values.index_copy(0, at, pins.values.to(values.dtype))
+    return weights, values
 
 
 @torch.no_grad()

@@ -9,6 +9,8 @@
 Of an image, position t is a patch, after the class token if there is one. Maps are computed by the
 reference implementation in fp32 or wider, whatever backend the model runs. In a sparse layer the
 weights of the tokens that a row skips are zero, and those of the others have the gates of a router.
+Within `intervene` a pinned token has the pinned weight; one that is off or scaled keeps its weight,
+and its value is changed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +23,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tokenformer.growth.model_inputs import check_batch
 from tokenformer.growth.tokens.token_usage import observe_inputs
+from tokenformer.interpret.intervention import with_pins
 from tokenformer.interpret.token_name import WRITERS, full_names, named_layers
 from tokenformer.layers.norm import LayerNorm, RMSNorm
 from tokenformer.layers.pattention import Pattention
@@ -105,13 +108,14 @@ def score_maps(
 ) -> ScoreMaps:
     """Return the score maps of all layers, or of those named: layers (3.ffn), blocks (3) or
     projections (ffn)."""
-    check_batch(model, inputs)
     wanted, names, maps = named_layers(model, layers), full_names(model), dict[str, ScoreMap]()
+    check_batch(model, inputs)
     final: list[Tensor] = []
 
     def record(name: str, layer: Pattention, x: Tensor) -> None:
         scores, _, weights = layer.token_weights(x)
         values = layer.value_tokens.detach().to(weights.dtype)
+        weights, values = with_pins(layer, weights, values)
         maps[name] = ScoreMap(name, scores, weights, values)
 
     observers = {

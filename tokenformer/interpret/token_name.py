@@ -12,10 +12,11 @@ from typing import NamedTuple
 from torch import nn
 
 from tokenformer.errors import TokenformerError
-from tokenformer.growth.tokens.token_counts import check_not_joint, check_not_quantized
+from tokenformer.growth.tokens.token_counts import check_not_quantized
 from tokenformer.growth.tokens.token_set import token_layers
 from tokenformer.layers.pattention import Pattention
 from tokenformer.models.configuration import PROJECTIONS, TokenConfig
+from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
 
 WRITERS = ("o", "ffn")
 """Projections whose output is added to the residual stream; the logits depend on it directly."""
@@ -70,13 +71,17 @@ def named_layers(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
 
 
 def check_interpretable(model: nn.Module) -> None:
-    """Raise unless the model is a TokenFormer, dense or sparse, that is not quantized."""
+    """Raise unless the model is a TokenFormer of one modality, dense or sparse, not quantized."""
     config = getattr(model, "config", None)
     if not isinstance(config, TokenConfig):
         name = type(model).__name__
         raise TypeError(f"only a TokenFormer's tokens can be interpreted, not a {name}'s")
+    if isinstance(config, TokenformerImageTextConfig):
+        raise TypeError(
+            "a vision-language model cannot be interpreted; use the vision or the language model "
+            "that it was joined from"
+        )
     check_not_quantized(config)
-    check_not_joint(config)
 
 
 def full_names(model: nn.Module) -> dict[str, str]:
