@@ -31,8 +31,9 @@ def scores(index, vocabulary):
     for name in ("0.o", "0.ffn", "1.o", "1.ffn"):
         layer = index.layers[name]
         for number in range(len(layer)):
-            fired = [c.fired for c in index.contexts(Token(name, number), vocabulary)]
-            if layer.largest[number] >= index.summary.threshold:
+            contexts = index.contexts(Token(name, number), vocabulary)
+            fired = [c.fired for c in contexts]
+            if sum(c.weight >= index.summary.threshold for c in contexts) >= 2:
                 agreement = Counter(fired).most_common(1)[0][1] / len(fired)
                 found[Token(name, number)] = layer.selectivity[number].item() * agreement
     return found
@@ -43,6 +44,17 @@ def test_tokens_come_by_their_score(index, vocabulary):
     found = list(by_score(index, vocabulary))
     assert {each.token for each in found} == set(expected)
     assert [each.score for each in found] == pytest.approx(sorted(expected.values(), reverse=True))
+
+
+def test_a_token_that_fires_once_is_not_clear(index, vocabulary):
+    """Its other contexts, in which it does not fire, say nothing about it."""
+    first = next(by_score(index, vocabulary)).token
+    weights = index.layers[first.layer].top_weights[first.number]
+    assert weights[1] >= index.summary.threshold
+    weights[1:] = index.summary.threshold - 0.01
+    assert first not in {each.token for each in by_score(index, vocabulary)}
+    weights[1] = index.summary.threshold
+    assert first in {each.token for each in by_score(index, vocabulary)}
 
 
 def test_the_clearest_tokens_fire_at_different_texts(index, vocabulary):

@@ -82,7 +82,7 @@ def by_score(index: TokenIndex, vocabulary: Vocabulary | None) -> Iterator[Clear
         while heap and -heap[0][0] >= selectivity:
             yield heappop(heap)[2]
         contexts = index.contexts(token, vocabulary)
-        if len(contexts) > 1:
+        if sum(each.weight >= index.summary.threshold for each in contexts) > 1:
             counts = Counter(context.fired for context in contexts)
             agreement = counts.most_common(1)[0][1] / len(contexts)
             found = ClearToken(token, selectivity, agreement, contexts)
