@@ -16,7 +16,7 @@ from tokenformer.interpret import Token, TokenIndex, Vocabulary, index_tokens, s
 from tokenformer.interpret import firing as firing_module
 from tokenformer.interpret.firing import BINS, LOW, WIDTH
 from tokenformer.interpret.index_tokens import IndexRun, fingerprint
-from tokenformer.interpret.site_data import text_runs
+from tokenformer.interpret.site_data import CURVE, busiest, text_runs
 from tokenformer.interpret.token_index import cut
 from tokenformer.interpret.token_name import named_layers
 from tokenformer.interpret.vocabulary import REPLACEMENT
@@ -131,6 +131,22 @@ def test_contexts_show_the_text(make_model):
         start = len(found.before.encode())
         assert start <= layer.top_positions[number, 0] < start + len(found.fired.encode())
         assert found.weight == layer.top_weights[number, 0]
+
+
+def test_the_work_of_the_busiest_tokens_is_not_rounded_to_whole_tokens(make_model, batches):
+    layer = index_tokens(make_model("tokenformer", qkv_tokens=16), batches).layers["0.q"]
+    work = layer.work.sort(descending=True).values
+    found = busiest(layer, [0, 0.1, 0.5, 0.99, 1])
+    expected = [0, work[0] + 0.6 * work[1], work[:8].sum(), 1 - 0.16 * work[-1], 1]
+    assert found == pytest.approx([float(each) for each in expected])
+    steps = torch.tensor(busiest(layer, CURVE)).diff()
+    assert (steps > 0).all(), "33 points over 16 tokens are no staircase"
+
+
+@pytest.mark.parametrize("pooling", ["class", "mean"])
+def test_positions_before_the_patches(make_classifier, pooling):
+    index = index_tokens(make_classifier(pooling=pooling), [torch.randn(2, 1, 12, 12).double()])
+    assert index.summary.class_tokens == (pooling == "class")
 
 
 def test_images_are_kept_small_with_their_grid(make_classifier):

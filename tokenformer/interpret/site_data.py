@@ -7,7 +7,7 @@ calls `TF.take(name, value)`. Numbers have three digits, weights in text are lev
 import base64
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from tokenformer.interpret.vocabulary import REPLACEMENT, Vocabulary
 CHUNK = 128
 """Tokens per piece of details, and images per piece."""
 LEVELS = 9
-CURVE = 33
+CURVE = [n / 32 for n in range(33)]
 """Points of the curve of how work is spread over the tokens of a layer."""
 SNIPPET_BEFORE, SNIPPET_AFTER = 22, 12
 CLEAREST, SHOWN, TABLE_WORDS = 12, 3, 4
@@ -67,7 +67,8 @@ class SiteData:
                     "name": name,
                     "tokens": len(layer),
                     "dead": int(layer.dead.sum()),
-                    "curve": curve(layer),
+                    "curve": [short(each) for each in busiest(layer, CURVE)],
+                    "tenth": short(busiest(layer, [0.1])[0]),
                     "ages": [
                         [row.age, row.tokens, *map(short, (row.work, row.selectivity)), row.dead]
                         for row in rows
@@ -88,6 +89,7 @@ class SiteData:
             "clearest": self.clearest(),
             "examples": examples,
             "image": None if self.is_text else [*shape[1:], *(summary.grid or ())],
+            "classTokens": summary.class_tokens,
         }
 
     def table(self, name: str) -> dict[str, Any]:
@@ -280,12 +282,15 @@ def short(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def curve(layer: LayerIndex) -> list[float]:
-    """Return the share of the work that the hardest-working 0, 1/32, ... 1 of the tokens do."""
-    total = layer.work.sort(descending=True).values.cumsum(0)
-    total = torch.cat([total.new_zeros(1), total])
-    at = torch.linspace(0, len(layer), CURVE).round().long()
-    return [short(each) for each in total[at].tolist()]
+def busiest(layer: LayerIndex, shares: Sequence[float]) -> list[float]:
+    """Return the share of the work that the busiest of these shares of the tokens do. Of a token
+    that is only partly among them, that part counts."""
+    work = layer.work.sort(descending=True).values
+    total = torch.cat([work.new_zeros(1), work.cumsum(0)])  # [n + 1]
+    at = torch.tensor(shares, dtype=work.dtype) * len(layer)
+    whole = at.long().clamp(max=len(layer) - 1)
+    found: list[float] = (total[whole] + (at - whole) * work[whole]).tolist()
+    return found
 
 
 def levels(weights: Tensor) -> list[int]:

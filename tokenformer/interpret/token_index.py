@@ -53,6 +53,13 @@ class IndexSummary:
     inputs: str = ""
     """A hash of the batches."""
 
+    @property
+    def class_tokens(self) -> int:
+        """Positions before the patches of an image: 1 if the model has a class token."""
+        if self.grid is None:
+            return 0
+        return self.positions // self.samples - self.grid[0] * self.grid[1]
+
 
 @dataclass(frozen=True)
 class LayerIndex:

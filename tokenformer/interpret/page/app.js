@@ -25,7 +25,7 @@ async function route() {
   const views = {
     "": () => overview(),
     tokens: () => tokens(new URLSearchParams(tail), place?.list),
-    token: () => tokenPage(parts[0], Number(parts[1])),
+    token: () => tokenPage(parts[0], parts[1]),
     examples: () => examples(parts[0]),
     live: () => (TF.live ? livePage() : el("p", { class: "hint" }, "The live view needs `tokenformer explore --serve`.")),
   };
@@ -35,7 +35,7 @@ async function route() {
     if (anchor.dataset.tab === tab) anchor.setAttribute("aria-current", "page"); else anchor.removeAttribute("aria-current");
   }
   try {
-    const page = await (views[view] || (() => el("p", { class: "hint" }, "There is no such page.")))();
+    const page = await (Object.hasOwn(views, view) ? views[view]() : notFound("There is no such page."));
     if (mine !== shown) return; // another view was chosen meanwhile
     main.replaceChildren(page);
     const title = page.querySelector?.("h1")?.textContent;
@@ -47,6 +47,10 @@ async function route() {
   } catch (error) {
     showError(error);
   }
+}
+
+function notFound(message) {
+  return el("div", {}, el("h1", {}, "Not found"), el("p", { class: "hint" }, `${message} `, el("a", { href: "#/" }, "To the overview")));
 }
 
 function showError(error) {

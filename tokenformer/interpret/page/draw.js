@@ -81,7 +81,21 @@ function snippet(parts) {
     el("mark", { class: "fired", "--level": 7 }, visible(fired)), el("span", { class: "after" }, after));
 }
 
-/* A picture from base64 bytes [C, H, W], with the levels of its patches over it. */
+/* The places in the inputs that weights are of. */
+function placesName() {
+  return !TF.site.image ? "positions" : TF.site.classTokens ? "patches and class tokens" : "patches";
+}
+
+/* Positions of an image are its class token, if the model has one, and its patches row by row. */
+const isClassToken = (position) => position < TF.site.classTokens;
+
+function placeName(position) {
+  const [, , , , columns] = TF.site.image, patch = position - TF.site.classTokens;
+  return patch < 0 ? "class token" : `row ${Math.floor(patch / columns) + 1}, column ${(patch % columns) + 1}`;
+}
+
+/* A picture from base64 bytes [C, H, W]. Given the levels of its positions as digits, patches that a
+   token does not fire on are dimmed; where it fires most on the class token, none is. */
 function picture(bytes, digits, fired, label) {
   const [channels, height, width, rows, columns] = TF.site.image;
   const data = Uint8Array.from(atob(bytes), (c) => c.charCodeAt(0));
@@ -92,20 +106,21 @@ function picture(bytes, digits, fired, label) {
     pixels.data[4 * i + 3] = 255;
   }
   canvas.getContext("2d").putImageData(pixels, 0, 0);
-  const skipped = digits ? digits.length - rows * columns : 0; // the class token
-  const cells = [...(digits || "").slice(skipped)].map((digit, i) => el("span", {
-    "--level": digit, class: i + skipped === fired ? "fired" : null,
+  const skipped = TF.site.classTokens, levels = [...(digits || "").slice(skipped)];
+  const plain = !levels.some(Number) || (fired !== null && isClassToken(fired));
+  const cells = Array.from({ length: rows * columns }, (_, i) => el("span", {
+    "--level": plain ? null : levels[i], class: i + skipped === fired ? "fired" : null,
   }));
   return el("span", { class: "picture", role: "img", "aria-label": label, "--columns": columns },
-    canvas, el("span", { class: "patches", "aria-hidden": "true" }, cells));
+    canvas, el("span", { class: plain ? "patches plain" : "patches", "aria-hidden": "true" }, cells));
 }
 
 /* The strongest context of a token of an image classifier, loaded when it is drawn. */
 function thumbnail(top) {
   if (!top) return null;
   const [row, position, digits] = top;
-  const place = el("span", { class: "thumb" });
-  TF.image(row).then((bytes) => place.replaceChildren(picture(bytes, digits, position, `image ${row}, patch ${position}`)), () => {});
+  const place = el("span", { class: "thumb" }, isClassToken(position) ? el("small", {}, "class token") : null);
+  TF.image(row).then((bytes) => place.prepend(picture(bytes, digits, position, `image ${row}, ${placeName(position)}`)), () => {});
   return place;
 }
 

@@ -4,7 +4,8 @@
 async function examples(which) {
   const site = TF.site;
   if (!site.examples) return el("p", { class: "hint" }, "This site has no examples.");
-  const k = Math.max(0, Math.min(site.examples - 1, Number(which) || 0));
+  const k = Number(which || 0);
+  if (!(Number.isInteger(k) && k >= 0 && k < site.examples)) return notFound(`There is no example ${which}.`);
   const example = await TF.load(`example-${k}`);
   const tabs = el("nav", { class: "steps", "aria-label": "Examples" }, Array.from({ length: site.examples }, (_, i) =>
     el("a", { href: `#/examples/${i}`, "aria-current": i === k ? "page" : null }, i + 1)));
@@ -42,7 +43,7 @@ function scoreMap(example, view = {}) {
     const rows = example.layers.find(([name]) => name === layer)[1];
     maps.replaceChildren(...rows.map(([n, top, digits]) => el("div", { class: "map" },
       el("a", { href: link(layer, n) }, el("span", { class: "name" }, `${layer}.${n}`), el("small", {}, `up to ${number(top)}`)),
-      TF.site.image ? picture(example.image, digits, null, `patches that ${layer}.${n} fires on`)
+      TF.site.image ? [picture(example.image, digits, null, `patches that ${layer}.${n} fires on`), onClassToken(digits)]
         : el("p", { class: "context" }, highlighted(runsOf(example.texts, digits))))));
   }
 
@@ -52,6 +53,12 @@ function scoreMap(example, view = {}) {
   return el("div", { class: "columns" },
     el("section", { class: "card follow" }, el("h2", {}, TF.site.image ? "Choose a patch" : "Choose a position"), walk.element, classes, detail),
     el("section", { class: "card" }, el("div", { class: "titles" }, el("h2", {}, "Strongest tokens"), select), maps));
+}
+
+/* Says so if no patch has a weight as large as the class token. */
+function onClassToken(digits) {
+  const most = Math.max(...digits);
+  return [...digits].findIndex((digit) => Number(digit) === most) < TF.site.classTokens ? el("small", {}, "class token") : null;
 }
 
 function chances(rows) {
@@ -65,9 +72,7 @@ function raised(rows) {
 }
 
 function positionName(i) {
-  const [, , , rows, columns] = TF.site.image;
-  const patch = i - (TF.examplePositions - rows * columns);
-  return patch < 0 ? "Class token" : `Patch in row ${Math.floor(patch / columns) + 1}, column ${(patch % columns) + 1}`;
+  return isClassToken(i) ? "Class token" : `Patch in ${placeName(i)}`;
 }
 
 function runsOf(texts, digits) {
@@ -108,10 +113,9 @@ function textWalk(texts, choose) {
 }
 
 function imageWalk(example, choose) {
-  const [, , , rows, columns] = TF.site.image;
-  TF.examplePositions = example.positions.length;
-  const skipped = example.positions.length - rows * columns;
-  const shown = picture(example.image, "0".repeat(example.positions.length), null, "image");
+  const [, , , , columns] = TF.site.image, skipped = TF.site.classTokens;
+  const shown = picture(example.image, null, null, "image");
+  const whole = skipped ? el("button", { type: "button", class: "remove", onclick: () => choose(0) }, "Class token") : null;
   const cells = [...shown.querySelectorAll(".patches span")];
   let chosen = 0;
   shown.classList.add("walk");
@@ -124,8 +128,9 @@ function imageWalk(example, choose) {
     choose(Math.max(0, Math.min(example.positions.length - 1, chosen + by)));
   });
   return {
-    element: shown,
+    element: el("div", { class: "walks" }, shown, whole),
     mark(i) {
+      whole?.setAttribute("aria-pressed", isClassToken(i));
       cells[chosen - skipped]?.classList.remove("fired");
       chosen = i;
       cells[i - skipped]?.classList.add("fired");

@@ -1,11 +1,13 @@
 "use strict";
 
 /* The live view: a text of your own, tokens to switch off, and what changes. */
-const LIVE = { text: null, off: new Set(), running: 0, view: {} };
+const LIVE = { text: null, off: new Set(), request: null, view: {} };
 
-async function ask(path, body) {
+addEventListener("hashchange", () => LIVE.request?.abort());
+
+async function ask(path, body, signal) {
   const response = await fetch(path, {
-    method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body),
+    method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), signal,
   });
   const answer = await response.json().catch(() => ({ error: response.statusText }));
   if (!response.ok) throw new Error(answer.error || response.statusText);
@@ -41,21 +43,34 @@ function livePage() {
   let timer = 0;
 
   async function run() {
-    const mine = ++LIVE.running;
+    LIVE.request?.abort();
+    const mine = LIVE.request = new AbortController();
     LIVE.text = box.value;
     drawOffs();
-    if (!LIVE.text) { status.textContent = "Type a text."; result.replaceChildren(); return; }
+    status.classList.remove("warn");
+    if (!LIVE.text) { say("Type a text."); return; }
     status.textContent = "Running";
+    result.setAttribute("aria-busy", true);
     try {
-      const answer = await ask("api/run", { text: LIVE.text, off: [...LIVE.off] });
-      if (mine !== LIVE.running) return;
+      const answer = await ask("api/run", { text: LIVE.text, off: [...LIVE.off] }, mine.signal);
+      if (mine.signal.aborted) return;
       status.textContent = `${answer.texts.length} positions`;
+      result.removeAttribute("aria-busy");
       const focused = document.activeElement?.classList.contains("walk");
       result.replaceChildren(comparison(answer), withButtons(scoreMap(answer, LIVE.view)));
       if (focused) result.querySelector(".walk").focus();
     } catch (error) {
-      if (mine === LIVE.running) status.textContent = error.message;
+      if (mine.signal.aborted) return; // the text has changed, or another view was chosen
+      say(error.message);
+      status.classList.add("warn");
     }
+  }
+
+  /* Says why there is no result; that of another text would mislead. */
+  function say(message) {
+    status.textContent = message;
+    result.replaceChildren();
+    result.removeAttribute("aria-busy");
   }
 
   function drawOffs() {
@@ -65,7 +80,7 @@ function livePage() {
     }, `${name} ×`)), el("button", { type: "button", class: "chip remove", onclick: () => { LIVE.off.clear(); run(); } }, "all on")] : []));
   }
 
-  box.addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(run, 350); });
+  box.addEventListener("input", () => { clearTimeout(timer); timer = setTimeout(() => { if (box.isConnected) run(); }, 350); });
   result.addEventListener("switched", run);
   run();
   return el("div", { class: "live" }, el("h1", {}, "Live"),

@@ -5,12 +5,12 @@ function overview() {
   const site = TF.site;
   const tokens = site.layers.reduce((sum, layer) => sum + layer.tokens, 0);
   const dead = site.layers.reduce((sum, layer) => sum + layer.dead, 0);
-  const tenth = site.layers.reduce((sum, layer) => sum + at(layer.curve, 0.1) * layer.tokens, 0) / tokens;
-  const unit = site.image ? "patches read" : "positions read";
+  const tenth = site.layers.reduce((sum, layer) => sum + layer.tenth * layer.tokens, 0) / tokens;
+  const read = site.positions - site.samples * site.classTokens;
   const facts = [
     [large(site.parameters), "parameters"],
     [count(tokens), `parameter tokens in ${site.layers.length} layers`],
-    [large(site.positions), unit],
+    [large(read), site.image ? "patches read" : "positions read"],
     [percent(tenth), "of the work is done by a tenth of the tokens"],
     [percent(dead / tokens), "of the tokens do next to nothing"],
   ];
@@ -27,14 +27,9 @@ function overview() {
     site.ages.length > 1 ? generations(site) : null);
 }
 
-function at(curve, share) {
-  const place = share * (curve.length - 1), low = Math.floor(place);
-  return curve[low] + (place - low) * ((curve[low + 1] ?? curve[low]) - curve[low]);
-}
-
 function clearest(site) {
   return card("The clearest tokens",
-    el("p", { class: "hint" }, site.image ? "Selective tokens, where they fire most, and the classes that their values promote."
+    el("p", { class: "hint" }, site.image ? "Selective tokens, where they fire most, and the classes that their values promote. The patch that a token fires on most has an outline; patches that it does not fire on are dimmed."
       : "Selective tokens whose strongest contexts agree: three of them each. The words after the arrow are what the value promotes."),
     el("ul", { class: "clearest" }, site.clearest.map(([layer, n, snippets, tops, words]) => el("li", {},
       el("a", { href: link(layer, n) }, el("span", { class: "name" }, `${layer}.${n}`),
@@ -49,9 +44,9 @@ function grid(site) {
     columns.map((p) => el("th", { scope: "col" }, p, el("small", {}, ` ${PROJECTIONS[p]}`))));
   const rows = blocks.map((block) => el("tr", {}, el("th", { scope: "row" }, block), columns.map((p) => {
     const layer = TF.layer(`${block}.${p}`);
-    const label = `${layerTitle(layer.name)}: ${count(layer.tokens)} tokens, a tenth of them do ${percent(at(layer.curve, 0.1))} of the work`;
+    const label = `${layerTitle(layer.name)}: ${count(layer.tokens)} tokens, a tenth of them do ${percent(layer.tenth)} of the work`;
     return el("td", {}, el("a", { href: `#/tokens?layer=${layer.name}`, title: label, "aria-label": label },
-      spark(layer.curve, label), el("span", { class: "cell" }, el("span", {}, count(layer.tokens)), el("span", {}, percent(at(layer.curve, 0.1)))),
+      spark(layer.curve, label), el("span", { class: "cell" }, el("span", {}, count(layer.tokens)), el("span", {}, percent(layer.tenth))),
       site.ages.length > 1 ? stacked(layer.ages.map(([age, n]) => [n / layer.tokens, age]), "ages") : null));
   })));
   return card("How the work is spread",
@@ -61,21 +56,22 @@ function grid(site) {
 }
 
 function generations(site) {
+  const titles = ["layer", "tokens", "work", "work of the new", "selectivity", "idle new"];
   const rows = site.layers.filter((layer) => layer.ages.length > 1).map((layer) => {
     const parts = layer.ages.map(([age, n]) => [n / layer.tokens, age]);
     const work = layer.ages.map(([age, , share]) => [share, age]);
     const says = (list) => list.map(([share, age]) => `${ageName(age)} ${percent(share)}`).join(", ");
     const selective = layer.ages.map(([age, , , selectivity]) => el("span", { class: "pairing" }, ageDot(age), number(selectivity)));
     return el("tr", {}, el("th", { scope: "row" }, el("a", { href: `#/tokens?layer=${layer.name}` }, layer.name)),
-      el("td", {}, stacked(parts, says(parts))), el("td", {}, stacked(work, says(work))),
-      el("td", { class: "figure" }, percent(work.filter(([, age]) => age).reduce((sum, [share]) => sum + share, 0))),
-      el("td", { class: "figure" }, selective),
-      el("td", { class: "figure" }, percent(layer.ages.filter(([age]) => age).reduce((sum, row) => sum + row[4], 0)
+      el("td", { "data-label": titles[1] }, stacked(parts, says(parts))), el("td", { "data-label": titles[2] }, stacked(work, says(work))),
+      el("td", { class: "figure", "data-label": titles[3] }, percent(work.filter(([, age]) => age).reduce((sum, [share]) => sum + share, 0))),
+      el("td", { class: "figure", "data-label": titles[4] }, el("span", {}, selective)),
+      el("td", { class: "figure", "data-label": titles[5] }, percent(layer.ages.filter(([age]) => age).reduce((sum, row) => sum + row[4], 0)
         / layer.ages.filter(([age]) => age).reduce((sum, row) => sum + row[1], 0))));
   });
   const legend = site.ages.map((age) => el("li", {}, ageDot(age), ageName(age)));
   return card("Old and new tokens",
     el("ul", { class: "legend" }, legend),
     el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Old and new tokens" }, el("table", { class: "ages" }, el("thead", {}, el("tr", {},
-      ["layer", "tokens", "work", "work of the new", "selectivity", "idle new"].map((t) => el("th", { scope: "col" }, t)))), el("tbody", {}, rows))));
+      titles.map((t) => el("th", { scope: "col" }, t)))), el("tbody", {}, rows))));
 }

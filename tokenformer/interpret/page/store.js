@@ -49,6 +49,9 @@ const TF = {
 
   layer(name) { return TF.site.layers.find((layer) => layer.name === name); },
 
+  /* Whether there is a token of this layer and number; both come from an address that anyone can type. */
+  hasToken(layer, number) { return /^(0|[1-9]\d*)$/.test(number) && number < (TF.layer(layer)?.tokens ?? 0); },
+
   async token(layer, number) {
     const chunk = Math.floor(number / TF.site.chunk);
     const [rows, table] = await Promise.all([

@@ -1,13 +1,13 @@
 "use strict";
 
 /* The page of one token. */
-async function tokenPage(layer, n) {
-  const found = TF.layer(layer);
-  if (!found || !(n >= 0 && n < found.tokens)) return el("p", { class: "hint" }, `There is no token ${layer}.${n}.`);
+async function tokenPage(layer, typed) {
+  if (!TF.hasToken(layer, typed)) return notFound(`There is no token ${layer}.${typed}.`);
+  const n = Number(typed);
   const token = await TF.token(layer, n);
   const site = TF.site;
   const facts = [
-    [percent(token.frequency), `of ${site.image ? "patches" : "positions"}: fires`, "its weight is at least " + site.threshold],
+    [percent(token.frequency), `of ${placesName()}: fires`, "its weight is at least " + site.threshold],
     [number(token.largest), "largest weight", ""],
     [times(token.work), "an average token's work", "the sum of |weight| · ‖value‖, in this layer"],
     [times(token.norm), "an average share of the norm", "the norm that divides the scores of this layer"],
@@ -27,7 +27,7 @@ async function tokenPage(layer, n) {
       el("div", { class: "side" },
         token.promoted.length ? lens(token) : null,
         card("Weights", histogram(token.histogram, site.threshold),
-          el("p", { class: "hint" }, `${site.image ? "Patches" : "Positions"} by weight, on a logarithmic scale. Bright bars are where it fires. `,
+          el("p", { class: "hint" }, `Number of ${placesName()} by weight, on a logarithmic scale. Bright bars are where it fires. `,
             `The mean weight is ${number(token.mean)}, the length of the key ${number(token.key)}, of the value ${number(token.value)}.`)),
         card("Similar tokens", el("div", { class: "likes" },
           await alike("by key: they fire at similar inputs", layer, token.likeKey),
@@ -51,7 +51,8 @@ async function contexts(token) {
   const top = token.contexts[0][0] || 1;
   const rows = await Promise.all(token.contexts.map(async ([weight, sample, position, body]) => el("li", {},
     el("span", { class: "weight", title: `weight ${weight}` }, meter(weight / top, ""), number(weight)),
-    TF.site.image ? picture(await TF.image(sample), body, position, `image ${sample}, patch ${position}, weight ${number(weight)}`)
+    TF.site.image ? [el("small", { class: "where" }, placeName(position)),
+      picture(await TF.image(sample), body, position, `image ${sample}, ${placeName(position)}, weight ${number(weight)}`)]
       : el("p", { class: "context" }, highlighted(body)))));
   return el("ol", { class: TF.site.image ? "contexts images" : "contexts" }, rows);
 }

@@ -21,6 +21,8 @@ function tokens(query, scrolled) {
     sort: query.get("sort") || "selectivity",
     up: query.get("up") === "1",
   };
+  if (state.layer !== ALL && !TF.layer(state.layer)) return notFound(`There is no layer ${state.layer}.`);
+  if (!COLUMNS.some(([key]) => key === state.sort)) return notFound(`There is no column ${state.sort}.`);
   const status = el("p", { class: "hint", role: "status" });
   const search = el("input", { type: "search", placeholder: site.image ? "Search class or 2.ffn.8" : "Search text, promoted words, or 2.ffn.8", "aria-label": "Search tokens", value: state.text, id: "search" });
   const select = el("select", { "aria-label": "Layer" }, [ALL, ...site.layers.map((layer) => layer.name)].map((name) =>
@@ -31,11 +33,10 @@ function tokens(query, scrolled) {
   const list = virtualList((row, i) => drawToken(row, i), (row) => { location.hash = link(row.layer, row.n); }, () => search.focus());
   const none = el("p", { class: "none", hidden: true }, "No token matches. ",
     el("button", { type: "button", class: "remove", onclick: () => showAll() }, "Show all"));
-  const head = el("div", { class: "head" }, el("span", { class: "name" }, "token"), el("span", { class: "what" }, site.image ? "promotes" : "fires at, promotes"), ...heads);
+  const head = el("div", { class: "head" }, el("span", { class: "name" }, "token"), el("span", { class: "what" }, "fires at, promotes"), ...heads);
 
   async function refresh() {
     const names = state.layer === ALL ? site.layers.map((layer) => layer.name) : [state.layer];
-    if (!names.every((name) => TF.layer(name))) { status.textContent = `There is no layer ${state.layer}.`; list.show([]); return; }
     if (!names.every((name) => TF.pieces.has(`table-${name}`))) status.textContent = "Loading";
     const tables = await Promise.all(names.map((name) => TF.load(`table-${name}`)));
     const wanted = state.text.trim().toLowerCase();
@@ -91,7 +92,7 @@ function tokens(query, scrolled) {
   });
   search.addEventListener("keydown", (event) => {
     const found = search.value.trim().match(/^(\d+\.\w+)\.(\d+)$/);
-    if (event.key === "Enter" && found && TF.layer(found[1]) && found[2] < TF.layer(found[1]).tokens) location.hash = link(found[1], found[2]);
+    if (event.key === "Enter" && found && TF.hasToken(found[1], found[2])) location.hash = link(found[1], found[2]);
     else if (event.key === "Enter" || event.key === "ArrowDown") { event.preventDefault(); list.enter(); }
   });
   select.addEventListener("change", () => { state.layer = select.value; refresh(); });
