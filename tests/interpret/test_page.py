@@ -215,6 +215,71 @@ def test_every_view_fits_has_labels_and_contrast(page, folder, width, dark):
             assert ratio >= 4.5, (view, text)
 
 
+@pytest.mark.parametrize("width", [320, 390, 700, 768, 900, 1024, 1280, 1600])
+def test_the_text_that_fired_is_in_view(page, folder, width):
+    page.resize(width, 800)
+    for view in ("tokens?sort=work", "", "token/1.ffn/7"):
+        page.open(f"{from_disk(folder)}#/{view}")
+        page.wait("document.querySelectorAll('.snippet mark').length > 5")
+        assert page.run(CLIPPED) == [], view
+
+
+CLIPPED = """
+const marks = [...document.querySelectorAll('.snippet mark')];
+return marks.filter((mark) => {
+  const {left, right} = mark.getBoundingClientRect();
+  if (right - left < 4 || left < 0 || right > innerWidth) return true;
+  for (let e = mark.parentElement; e.id !== 'main'; e = e.parentElement) {
+    const around = e.getBoundingClientRect(), hides = getComputedStyle(e).overflowX !== 'visible';
+    if (hides && (left < around.left - 1 || right > around.right + 1)) return true;
+  }
+  return false;
+}).map((e) => e.closest('a, .snippet').textContent);
+"""
+
+
+@pytest.mark.parametrize("width", [320, 390, 768])
+def test_the_tables_of_the_overview_fit(page, folder, width):
+    page.resize(width, 800)
+    page.open(from_disk(folder))
+    page.find(".ages")
+    wide = """return [...document.querySelectorAll('.scroll, .layers a, .ages td, .ages th')]
+      .filter((e) => e.checkVisibility() && e.scrollWidth > e.clientWidth + 1)
+      .map((e) => e.outerHTML)"""
+    assert page.run(wide) == []
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_weak_highlights_can_be_seen_and_strong_ones_read(page, folder, dark):
+    page.resize(1280, 800, dark=dark)
+    page.open(f"{from_disk(folder)}#/token/1.ffn/7")
+    page.wait("document.querySelector('.contexts .context')")
+    page.run(
+        """document.querySelector('.contexts .context').replaceChildren(
+          ...highlighted(Array.from({length: 9}, (_, i) => [`level ${i + 1} `, i + 1])))"""
+    )
+    found = page.run(LEVELS)
+    assert len(found) == 9
+    assert min(ratio for ratio, _ in found) >= 1.3, "to the card"
+    assert [ratio for ratio, _ in found] == sorted(ratio for ratio, _ in found)
+    assert min(text for _, text in found) >= 4.5
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        "token/1.ffn/1.5", "token/1.ffn/", "token/1.ffn/999", "token/1.ffn/-1", "token/9.x/0",
+        "token", "tokens?sort=bogus", "tokens?sort=constructor", "tokens?layer=9.x",
+        "constructor", "toString/1", "examples/9", "examples/x", "%00",
+    ],
+)  # fmt: skip
+def test_an_address_of_nothing_says_not_found(page, folder, view):
+    page.open(f"{from_disk(folder)}#/{view}")
+    assert page.wait("document.querySelector('main h1')?.textContent") == "Not found"
+    assert re.match("There is no (token|column|layer|page|example|such page)",
+                    page.find("main .hint").text)  # fmt: skip
+
+
 UNNAMED = """
 const kinds = 'a, button, input, select, textarea, [tabindex]';
 const named = (e) => (e.innerText || '').trim() || e.getAttribute('aria-label');
@@ -222,7 +287,7 @@ return [...document.querySelectorAll(kinds)]
   .filter((e) => e.id !== 'main' && e.checkVisibility() && !named(e))
   .map((e) => e.outerHTML.slice(0, 200));
 """
-CONTRASTS = """
+COLORS = """
 const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
 function rgba(color) {
   canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
@@ -242,16 +307,26 @@ function behind(e) {  // the color under the text of an element, from the page u
   }
   return color;
 }
+"""
+CONTRASTS = f"""{COLORS}
 const found = [];
-for (const e of document.querySelectorAll('main *, header *')) {
+for (const e of document.querySelectorAll('main *, header *')) {{
   const own = [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
   const style = getComputedStyle(e);
   if (!own || !e.checkVisibility() || style.backgroundClip === 'text') continue;
   const pair = [luminance(rgba(style.color).slice(0, 3)), luminance(behind(e))];
   const [a, b] = pair.sort((x, y) => y - x);
   found.push([e.textContent.slice(0, 40), (a + .05) / (b + .05)]);
-}
+}}
 return found.sort((a, b) => a[1] - b[1]).slice(0, 5);
+"""
+LEVELS = f"""{COLORS}
+const ratio = (a, b) => (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
+const marks = document.querySelector('.contexts .context').querySelectorAll('mark');
+return [...marks].map((e) => {{
+  const mark = luminance(behind(e)), card = luminance(behind(e.parentElement));
+  return [ratio(mark, card), ratio(luminance(rgba(getComputedStyle(e).color)), mark)];
+}});
 """
 
 
@@ -316,13 +391,63 @@ def test_the_page_of_a_classifier_shows_patches(page, tmp_path):
         return cells.findIndex((e) => e.classList.contains('fired'))"""
     )
     assert fired == int(layer.top_positions[3, 0]) - 1, "the class token comes first; it has none"
+    places = ["class token", *(f"row {n // 2 + 1}, column {n % 2 + 1}" for n in range(4))]
+    positions = layer.top_positions[3].tolist()
+    assert page.texts(".contexts .where") == [places[n] for n in positions]
+    number = int((layer.top_positions[:, 0] == 0).nonzero()[0])
+    page.open(f"{address}#/token/0.ffn/{number}")
+    assert page.find(".contexts .where").text == "class token"
+    assert "class token, weight" in page.find(".contexts .picture").get_attribute("aria-label")
+    assert page.run("return document.querySelector('.contexts .fired')") is None
+    assert "of patches and class tokens: fires" in page.find(".facts").text
+    page.open(address)
+    assert "80\npatches read" in page.find(".facts").text
     page.open(f"{address}#/tokens")
     page.wait("document.querySelectorAll('.row .thumb canvas').length > 5")
+    assert page.find(".head .what").text == "fires at, promotes"
+    images = page.run(PLACES)
+    assert images
+    assert all(place in places for _, place, _ in images)
+    assert all((place == "class token") == (shown == "class token") for _, place, shown in images)
     page.open(f"{address}#/examples/0")
     walk = page.find(".walk")
     walk.send_keys(DOWN)
     assert walk.get_attribute("aria-valuetext") == "Patch in row 2, column 2"
+    page.find(".walks button").click()
+    assert walk.get_attribute("aria-valuetext") == "Class token"
     assert "null" not in page.find("main").text
+
+
+PLACES = """
+return [...document.querySelectorAll('.row .thumb')].map((thumb) => [
+  ...thumb.querySelector('.picture').getAttribute('aria-label').split(/, (.*)/).slice(0, 2),
+  thumb.querySelector('small')?.textContent ?? '',
+]);
+"""
+
+
+def test_images_keep_their_colors_where_a_token_fires(page, tmp_path, folder):
+    """The patch with the largest weight is not tinted, others are dimmed but not hidden."""
+    site = shutil.copytree(folder / "site", tmp_path / "site")
+    page.open(f"file://{site / 'index.html'}#/")
+    page.find(".layers")
+    alphas = page.run(
+        """TF.site.image = [1, 8, 8, 2, 2];
+        TF.site.classTokens = 1;
+        const shown = picture(btoa('a'.repeat(64)), '19420', 1, 'image');
+        main.replaceChildren(shown);
+        const read = {willReadFrequently: true};
+        const canvas = document.createElement('canvas').getContext('2d', read);
+        return [...shown.querySelectorAll('.patches span')].map((e) => {
+          canvas.clearRect(0, 0, 1, 1);
+          canvas.fillStyle = getComputedStyle(e).backgroundColor;
+          canvas.fillRect(0, 0, 1, 1);
+          return canvas.getImageData(0, 0, 1, 1).data[3] / 255;
+        })"""
+    )
+    assert alphas[0] == 0
+    assert alphas == sorted(alphas)
+    assert 0.3 < alphas[-1] < 0.65
 
 
 def test_a_page_without_its_data_says_so(chromium, folder, tmp_path):
@@ -390,6 +515,52 @@ def test_a_token_switched_off_changes_loss_and_continuation(page, explorer, addr
     page.find("[data-tab=live]").click()
     page.wait("document.querySelectorAll('.comparison tbody tr').length === 2")
     assert page.texts(".offs") == [""]
+
+
+def test_an_error_clears_the_results_of_another_text(chromium, address):
+    page = chromium
+    page.resize(1280)
+    page.open(f"{address}/#/live")
+    page.find(".comparison")
+    box = page.find("textarea")
+    page.run(
+        """const box = document.querySelector('textarea');
+        box.value = 'a\\ud800b';
+        box.dispatchEvent(new Event('input'))"""
+    )
+    page.wait(f"{STATUS}.includes('half a character')")
+    assert page.all(".comparison, .maps") == []
+    box.clear()
+    box.send_keys("The fox")
+    page.wait(f"{STATUS} === '7 positions'")
+    page.find(".comparison")
+    assert [entry for entry in page.errors() if "400" not in entry] == []
+
+
+def test_stale_requests_are_cancelled(page, address):
+    page.open(f"{address}/#/live")
+    page.find(".comparison")
+    page.run(
+        """const box = document.querySelector('textarea'), send = window.fetch;
+        window.signals = [];
+        window.fetch = (path, options) => {
+          signals.push(options.signal);
+          return send(path, options);
+        };
+        LIVE.off.add('1.ffn.3');
+        document.querySelector('.live > div:last-child').dispatchEvent(new Event('switched'));
+        LIVE.off.delete('1.ffn.3');
+        document.querySelector('.live > div:last-child').dispatchEvent(new Event('switched'));"""
+    )
+    assert page.run("return signals.map((signal) => signal.aborted)") == [True, False]
+    page.wait("document.querySelector('.live [role=status]').textContent.endsWith(' positions')")
+    assert len(page.all(".comparison tbody tr")) == 2
+    page.run(
+        """document.querySelector('.live > div:last-child').dispatchEvent(new Event('switched'));
+        location.hash = '#/'"""
+    )
+    page.find(".layers")
+    assert page.run("return signals[2].aborted")
 
 
 def same_text(shown: str, text: str) -> bool:

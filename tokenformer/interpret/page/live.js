@@ -8,6 +8,8 @@ addEventListener("hashchange", () => LIVE.request?.abort());
 async function ask(path, body, signal) {
   const response = await fetch(path, {
     method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), signal,
+  }).catch((error) => {
+    throw signal.aborted ? error : new Error("The server does not answer; is it still running?");
   });
   const answer = await response.json().catch(() => ({ error: response.statusText }));
   if (!response.ok) throw new Error(answer.error || response.statusText);
