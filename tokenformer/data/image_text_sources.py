@@ -46,7 +46,7 @@ def load_image_text(
     source: str, *, held_out_share: float = 0.1, on_corrupt: str = "refuse"
 ) -> ImageTextSplits:
     """Load both splits of a source. Without a held-out split, `held_out_share` of the training
-    images is held out, always the same ones, with all their captions; 0 holds out none."""
+    images is held out, always the same ones, with all their rows; 0 holds out none."""
     splits = image_text_splits(source, on_corrupt)
     if "train" not in splits:
         raise DataError(f"{source} has no split train; it has {', '.join(splits)}")
@@ -56,16 +56,29 @@ def load_image_text(
             return ImageTextSplits(train, splits[name])
     if held_out_share == 0:
         return ImageTextSplits(train, None)
-    if not 0 < held_out_share < 1:
-        raise DataError(f"held_out_share={held_out_share} must be between 0 and 1")
-    count = len(train.rows)
-    order = shuffled_indices(count, SPLIT_SEED, 0, count).tolist()
-    held_out = max(1, round(held_out_share * count))
-    if held_out >= count:
-        raise DataError(f"{count} images are too few to hold some out")
-    return ImageTextSplits(
-        SubsetImageText(train, order[held_out:]), SubsetImageText(train, order[:held_out])
+    kept, held_out = split_groups(train.groups(), held_out_share)
+    return ImageTextSplits(SubsetImageText(train, kept), SubsetImageText(train, held_out))
+
+
+def split_groups(
+    groups: list[list[int]], share: float, seed: int = SPLIT_SEED
+) -> tuple[list[int], list[int]]:
+    """Return the rows to train on and those to hold out, a random share of the groups."""
+    if not 0 < share < 1:
+        raise DataError(f"held_out_share={share} must be between 0 and 1")
+    order = shuffled_indices(len(groups), seed, 0, len(groups)).tolist()
+    count = max(1, round(share * len(groups)))
+    if count >= len(groups):
+        raise DataError(f"{count_images(len(groups))} too few to hold some out")
+    kept, held_out = (
+        sorted(row for group in numbers for row in groups[group])
+        for numbers in (order[count:], order[:count])
     )
+    return kept, held_out
+
+
+def count_images(count: int) -> str:
+    return "1 image is" if count == 1 else f"{count} images are"
 
 
 def load_captions(source: str, on_corrupt: str = "refuse") -> tuple[ImageTextSet, str]:
@@ -141,7 +154,12 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
-                row = json.loads(line)
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise DataError(
+                        f"{file}, line {number} is not JSON: {error.msg} at column {error.colno}"
+                    ) from None
                 if not isinstance(row, dict):
                     raise DataError(f"{file}, line {number} is not a JSON object")
                 rows.append(row)
