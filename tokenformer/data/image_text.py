@@ -90,12 +90,12 @@ class ImageTextSet(CorruptPolicy):
             raise DataError(f"{name} has no rows")
         self.name, self.rows, self.folder = name, rows, folder
         self.columns = Columns.find(name, column_names(rows))
-        texts = column(rows, self.columns.text)
+        text, is_chat = self.columns.text, self.columns.is_chat
         # Which text of which row each sample is.
         self.samples = [
             (row, caption)
-            for row, text in enumerate(texts)
-            for caption in range(caption_count(text, self.columns.is_chat))
+            for row, found in enumerate(select_column(rows, text))
+            for caption in range(caption_count(found.get(text), is_chat))
         ]
         if not self.samples:
             raise DataError(f"column {self.columns.text} of {name} holds no text")
@@ -215,12 +215,6 @@ def column_names(rows: Any) -> list[str]:
     """Return the columns of a dataset, or the keys that rows of a list have, not all the same."""
     names = getattr(rows, "column_names", None)
     return list(dict.fromkeys(key for row in rows for key in row)) if names is None else list(names)
-
-
-def column(rows: Any, name: str) -> list[Any]:
-    if hasattr(rows, "column_names"):
-        return list(rows[name])
-    return [row.get(name) for row in rows]
 
 
 def select_column(rows: Any, name: str) -> Iterable[Any]:
