@@ -181,6 +181,8 @@ def test_bad_input_is_one_line(seeing: Path, data: Path, tmp_path: Path, capsys:
     assert "no " in fails(capsys, *generate, tmp_path / "missing.png")
     (tmp_path / "bad.png").write_bytes(b"x")
     assert "cannot be read as an image" in fails(capsys, *generate, tmp_path / "bad.png")
+    for url in ("https://host/a.png", "data:image/png;base64,AAAA"):
+        assert "URLs are not fetched" in fails(capsys, *generate, url)
     assert "more than once" in fails(capsys, *generate, image, "--prompt", "<image><image>")
     assert "take 306 positions" in fails(capsys, *generate, image, "--prompt", "x" * 300)
     assert "--bits is for language models" in fails(capsys, *generate, image, "--bits", 8)

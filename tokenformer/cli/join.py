@@ -46,6 +46,11 @@ def join_models(
         raise InputError("--out is missing; name a new folder for the joint model")
     if new_tokens < 0:
         raise InputError(f"--new_tokens {new_tokens} must be at least 0")
+    if projector_size is not None and mode != "projector":
+        raise InputError(
+            f"--projector_size {projector_size} does not apply to --mode {mode}; leave it out, or "
+            "use --mode projector"
+        )
     for name, kind in ((vision, "an image classifier"), (language, "a language model")):
         resolve_model(name, kind)
     of_vision, of_language = resolve_folder(vision), resolve_folder(language)
