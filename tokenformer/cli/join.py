@@ -34,8 +34,8 @@ def join_models(
         language: A language model of the same width and depth, with its tokenizer.
         out: New folder for the joint model, its processor, and the report, join.json. Required.
         mode: routed keeps both models as they are, each position using the tokens of its own
-            modality and new ones; shared lets every position use all tokens; projector is the baseline in
-            the style of LLaVA, for models of any width and depth.
+            modality and new ones; shared lets every position use all tokens; projector is the
+            baseline in the style of LLaVA, for models of any width and depth.
         new_tokens: New tokens in every layer, to be trained for alignment.
         projector_size: Hidden units of the projector; by default the width of the language model.
         seed: Seed of the new tokens, and of the projector.
