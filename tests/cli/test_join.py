@@ -72,6 +72,8 @@ def test_bad_input_is_one_line(halves: tuple[Path, Path], tmp_path: Path, capsys
     message = fails(capsys, tmp_path / "narrow", language, "--out", out)
     assert "hidden_size (16 and 32)" in message
     assert "mode='projector'" in message
+    message = fails(capsys, vision, language, "--projector_size", 8, "--out", out)
+    assert "--projector_size 8 does not apply to --mode routed" in message
     bare = make_halves()[1]
     bare.save_pretrained(tmp_path / "bare")
     assert "has no tokenizer" in fails(capsys, vision, tmp_path / "bare", "--out", out)

@@ -271,6 +271,12 @@ def test_a_vision_language_model(tmp_path, monkeypatch, capsys):
         (["--data", "data"], "--data does not apply: joint is a vision-language model"),
         (["--ffn_tokens", "9"], "--ffn_tokens does not apply"),
         (["--parts", "tail"], "--parts"),
+        (["--on_corrupt", "skip"], "--on_corrupt skip needs --image_text"),
     ):
         assert line in error_line([*prune, *options], capsys)
+    (tmp_path / "data" / "0.png").write_bytes(b"broken")
+    on_data = [*prune, "--image_text", "data"]
+    assert "image 0.png of row 0 of data cannot be read" in error_line(on_data, capsys)
     assert not (tmp_path / "none").exists()
+    run(tmp_path, monkeypatch, *on_data, "--on_corrupt", "skip")
+    assert (tmp_path / "none" / "config.json").exists()

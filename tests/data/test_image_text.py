@@ -147,6 +147,93 @@ def test_held_out_images_keep_all_their_captions(tmp_path: Path) -> None:
     assert not train & held_out
 
 
+@pytest.mark.parametrize("kind", ["path", "bytes"])
+def test_rows_of_the_same_image_are_held_out_together(kind: str, tmp_path: Path) -> None:
+    """Conversations of LLaVA: three rows for each of ten images, shuffled."""
+    names = save_pictures(tmp_path / "images", 10) * 3
+    order = np.random.default_rng(0).permutation(30).tolist()
+    rows = [{"image": f"images/{names[n]}", "conversations": LLAVA} for n in order]
+    if kind == "path":
+        rows[0]["image"] = "./" + rows[0]["image"]
+        write_lines(tmp_path / "train.jsonl", rows)
+    else:
+        for row in rows:
+            row["image"] = {"bytes": (tmp_path / row["image"]).read_bytes(), "path": None}
+        datasets.Dataset.from_list(rows).to_parquet(tmp_path / "train.parquet")
+    splits = load_image_text(str(tmp_path), held_out_share=0.3)
+    assert splits.held_out is not None
+    assert (len(splits.train), len(splits.held_out)) == (21, 9)
+    train, held_out = (
+        {each.sample(i).images[0].tobytes() for i in range(len(each))}
+        for each in (splits.train, splits.held_out)
+    )
+    assert (len(train), len(held_out), len(train & held_out)) == (7, 3, 0)
+
+
+def test_one_image_cannot_be_held_out(tmp_path: Path) -> None:
+    save_pictures(tmp_path, 1)
+    write_lines(tmp_path / "train.jsonl", [{"image": "0.png", "caption": "a"}] * 5)
+    with pytest.raises(DataError, match="1 image is too few to hold some out"):
+        load_image_text(str(tmp_path))
+
+
+def test_groups_connect_through_rows_of_several_images() -> None:
+    rows = [{"images": each, "caption": "a"} for each in ("a", ["b", "c"], None, ["d", "a"], "c")]
+    assert ImageTextSet("set", rows).groups() == [[0, 3], [1, 4], [2]]
+    assert ImageTextSet("set", [*rows, {"images": ["c", "d"], "caption": "a"}]).groups() == [
+        [0, 1, 3, 4, 5],
+        [2],
+    ]
+    assert ImageTextSet("set", rows).groups(most=1) == [[0], [1], [2], [3], [4]]
+
+
+def test_a_skipped_image_is_not_replaced_by_a_held_out_one(tmp_path: Path) -> None:
+    jsonl(tmp_path, {"caption": "a"}, 10)
+    whole = load_image_text(str(tmp_path), held_out_share=0.5)
+    assert whole.held_out is not None
+    held_out = {whole.held_out.sample(i).images[0].tobytes() for i in range(5)}
+    for index in range(10):
+        picture = tmp_path / "images" / f"{index}.png"
+        if np.asarray(Image.open(picture)).tobytes() not in held_out:
+            picture.write_bytes(b"broken")
+            break
+    splits = load_image_text(str(tmp_path), held_out_share=0.5, on_corrupt="skip")
+    for index in range(5):
+        assert splits.train.sample(index).images[0].tobytes() not in held_out
+
+
+def test_rows_of_a_mix_may_lack_the_image(tmp_path: Path) -> None:
+    """As in LLaVA's mix of conversations with and without an image."""
+    save_pictures(tmp_path, 1)
+    alone = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    rows = [{"id": 1, "conversations": alone}, {"id": 2, "image": "0.png", "conversations": LLAVA}]
+    write_lines(tmp_path / "train.jsonl", rows)
+    found = image_text_splits(str(tmp_path))["train"]
+    assert [len(found.sample(index).images) for index in range(2)] == [0, 1]
+    assert found.sample(0).turns == [Turn("user", "Hi"), Turn("assistant", "Hello")]
+
+
+def test_missing_captions_are_left_out(tmp_path: Path) -> None:
+    save_pictures(tmp_path, 1)
+    rows = [{"image": "0.png", "captions": [None, "a", None, "b"]}, {"image": "0.png"}]
+    found = ImageTextSet("set", rows, tmp_path)
+    turns = [found.sample(index).turns[0].text for index in range(len(found))]
+    assert turns == ["<image>a", "<image>b"]
+    assert (found.captions(0), found.captions(1)) == (["a", "b"], [])
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    write_lines(tmp_path / "train.jsonl", [{"image": "gone/1.png", "caption": "a"}])
+    with pytest.raises(DataError, match=r"image gone/1.png of row 0 of .* does not exist"):
+        image_text_splits(str(tmp_path))["train"].sample(0)
+
+
+def test_the_bytes_of_an_image_may_be_a_column(tmp_path: Path) -> None:
+    content = (tmp_path / save_pictures(tmp_path, 1)[0]).read_bytes()
+    sample = ImageTextSet("set", [{"jpg": content, "txt": "a"}]).sample(0)
+    np.testing.assert_array_equal(sample.images[0], np.asarray(pictures(1)[0]))
+
+
 def test_a_corrupt_image_is_refused_or_skipped(tmp_path: Path, caplog: Any) -> None:
     jsonl(tmp_path, {"captions": ["a", "b"]})
     (tmp_path / "images" / "1.png").write_bytes(b"not a png")
@@ -197,8 +284,8 @@ def test_bad_rows_are_named(row: dict[str, Any], message: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("line", ["not json", "[1]"])
 def test_bad_lines_are_named(line: str, tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text(line)
-    with pytest.raises(DataError, match=r"train\.jsonl"):
+    (tmp_path / "train.jsonl").write_text('{"image": null, "caption": "a"}\n\n' + line)
+    with pytest.raises(DataError, match=r"train\.jsonl, line 3 is not"):
         image_text_splits(str(tmp_path))
 
 

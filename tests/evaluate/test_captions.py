@@ -98,7 +98,38 @@ def test_a_model_that_sees_gains_from_the_image(seeing: Path, data: Path, capsys
     assert "CIDEr-D" in printed
 
 
-def test_unreadable_images_follow_the_policy(seeing: Path, tmp_path: Path) -> None:
+def test_rows_of_one_image_are_one_image(data: Path, tmp_path: Path) -> None:
+    """A row for each caption, some of copies of the file, and the image of the next row the same:
+    as if every image had one row."""
+    model = make_joint("routed", torch.float64)
+    processor = make_processor(model)
+    captions, _ = load_captions(str(data))
+    rows = []
+    for number, name in enumerate(COLORS):
+        for copy, text in enumerate(captions.captions(number)):
+            picture = Image.open(data / f"{name}.png")
+            file = f"{name}.png" if name == "red" else f"{name}-{copy}.png"
+            picture.save(tmp_path / file)
+            rows.append({"image": file, "caption": text})
+    rows += [{"caption": "without an image"}, {"image": "red.png", "caption": None}]
+    found = measure_captions(model, processor, ImageTextSet("set", rows, tmp_path))
+    assert found.asdict() == measure_captions(model, processor, captions).asdict()
+    rows = [{"image": "red.png", "caption": text} for text in "ab"] + rows[3:]
+    found = measure_captions(model, processor, ImageTextSet("set", rows, tmp_path), limit=1)
+    assert (found.images, found.captions) == (1, 2)
+
+
+def test_one_image_has_no_other(data: Path, seeing: Path, capsys: Any) -> None:
+    command = ["evaluate", str(seeing), "--captions", str(data), "--limit", "1"]
+    main(command)
+    assert capsys.readouterr().out.count("not measured: there is only one image") == 3
+    main([*command, "--json"])
+    found = json.loads(capsys.readouterr().out)["captions"]
+    assert found["bits_per_byte_wrong_image"] is None
+    assert found["text_retrieval"] is found["image_retrieval"] is None
+
+
+def test_unreadable_images_follow_the_policy(seeing: Path, tmp_path: Path, capsys: Any) -> None:
     pictures = [np.full((SIDE, SIDE, 3), shade, np.uint8) for shade in (0, 200)]
     for number, picture in enumerate(pictures):
         Image.fromarray(picture).save(tmp_path / f"{number}.png")
@@ -112,6 +143,13 @@ def test_unreadable_images_follow_the_policy(seeing: Path, tmp_path: Path) -> No
 
     with pytest.raises(DataError, match="row 1 of set cannot be read"):
         measure_captions(model, processor, ImageTextSet("set", rows, tmp_path))
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluate = ["evaluate", str(seeing), "--captions", str(tmp_path)]
+    main([*evaluate, "--on_corrupt", "skip"])
+    assert "1 images, 1 captions" in capsys.readouterr().out
+    assert "image 1.png of row 1 of" in fails(capsys, *evaluate)
+    message = fails(capsys, "evaluate", seeing, "--images", "digits", "--on_corrupt", "skip")
+    assert "--on_corrupt skip needs --captions" in message
 
 
 @pytest.mark.parametrize("prompt", [[], ["--prompt", "<image>"], ["--prompt", ""]])
@@ -143,6 +181,8 @@ def test_bad_input_is_one_line(seeing: Path, data: Path, tmp_path: Path, capsys:
     assert "no " in fails(capsys, *generate, tmp_path / "missing.png")
     (tmp_path / "bad.png").write_bytes(b"x")
     assert "cannot be read as an image" in fails(capsys, *generate, tmp_path / "bad.png")
+    for url in ("https://host/a.png", "data:image/png;base64,AAAA"):
+        assert "URLs are not fetched" in fails(capsys, *generate, url)
     assert "more than once" in fails(capsys, *generate, image, "--prompt", "<image><image>")
     assert "take 306 positions" in fails(capsys, *generate, image, "--prompt", "x" * 300)
     assert "--bits is for language models" in fails(capsys, *generate, image, "--bits", 8)

@@ -75,6 +75,48 @@ def test_chats(processor: Any) -> None:
     assert batch["pixel_values"].shape == (1, 3, SIDE, SIDE)
 
 
+def conversation(answer: str, images: int, number: int = 0) -> list[dict[str, Any]]:
+    shown = [{"type": "image", "image": each} for each in pictures(images, number)]
+    return [
+        {"role": "user", "content": [*shown[:1], {"type": "text", "text": "Who?"}, *shown[1:]]},
+        {"role": "assistant", "content": [{"type": "text", "text": answer}]},
+        {"role": "user", "content": [{"type": "text", "text": "And?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "No."}]},
+    ]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("images", [[1], [0], [2], [1, 3], [0, 2, 1]])
+def test_the_mask_of_the_assistant_is_over_its_answers(
+    images: list[int], side: str, processor: Any
+) -> None:
+    answers = [f"It is {'a dog ' * count}." for count in images]
+    chats = [conversation(*each) for each in zip(answers, images, range(3), strict=False)]
+    batch = processor.apply_chat_template(
+        chats if len(chats) > 1 else chats[0],
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        return_assistant_tokens_mask=True,
+        processor_kwargs={"padding": True, "padding_side": side},
+    )
+    assert set(batch) - {"pixel_values"} == {"input_ids", "attention_mask", "assistant_masks"}
+    mask = torch.as_tensor(batch["assistant_masks"]).bool()
+    for ids, chosen, answer in zip(batch["input_ids"], mask, answers, strict=True):
+        wanted = [*answer.encode(), END_OF_TEXT, *b"No.", END_OF_TEXT]
+        assert ids[chosen].tolist() == wanted
+    assert int((batch["input_ids"] == IMAGE_ID).sum()) == sum(images) * (len(image_run()) - 1)
+
+
+def test_replacements_are_described_as_by_transformers(processor: Any) -> None:
+    text, given = ["a<image>b<image>", "c", "<image>"], pictures(3)
+    assert "text_replacement_offsets" not in processor(text=text, images=given)
+    found = processor(text=text, images=given, return_text_replacement_offsets=True)
+    expanded = [processor.image_text(SIDE, SIDE)] * 3
+    _, wanted = processor.get_text_with_replacements(list(text), expanded)
+    assert found["text_replacement_offsets"] == wanted
+
+
 def test_the_number_of_images_must_agree(processor: Any) -> None:
     with pytest.raises(ValueError, match="the text has 1 times <image> for 2 images"):
         processor(text="<image>", images=pictures(2))

@@ -253,10 +253,16 @@ def test_two_ranks_give_the_losses_of_one(
 
 
 def test_alignment_trains_only_the_new_tokens(
-    halves: list[str], write_recipe: Any, tmp_path: Path
+    halves: list[str], write_recipe: Any, tmp_path: Path, capsys: Any
 ) -> None:
     joint = tmp_path / "joint"
     main(["join", *halves, "--new_tokens", "7", "--out", str(joint)])
+    start, given = ["--model.start_from", str(joint)], {"ema": None, "steps": 1}
+    high = "is meant for fresh weights"
+    for rates, warns in ((ALIGNMENT, False), (ALIGNMENT | {"part_rates": {"vision": 0}}, True)):
+        fresh = write_recipe(model={"options": {}}, optimizer=rates, run=given)
+        main(["train", str(fresh), *start, "--out", str(tmp_path / f"warns-{warns}")])
+        assert (high in capsys.readouterr().out) == warns
     recipe = write_recipe(
         model={"options": {}, "start_from": str(joint)},
         optimizer=ALIGNMENT,
@@ -363,6 +369,19 @@ def test_bad_options_are_one_line(
     assert end.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("half", "kind"), [(0, "an image classifier"), (1, "a language model")])
+@pytest.mark.parametrize("dry", [[], ["--dry_run"]])
+def test_a_start_from_another_kind_of_model_is_named(
+    half: int, kind: str, dry: list[str], halves: list[str], write_recipe: Any, capsys: Any
+) -> None:
+    start = ["--model.start_from", halves[half], *dry]
+    with pytest.raises(SystemExit) as end:
+        main(["train", str(write_recipe(model={"options": {}})), *start])
+    assert end.value.code == 2
+    message = capsys.readouterr().err
+    assert f"is {kind}, not a vision-language model; make one with `tokenformer join`" in message
 
 
 def test_part_rates_are_refused_for_text(tmp_path: Path, capsys: Any) -> None:

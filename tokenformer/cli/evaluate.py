@@ -5,7 +5,7 @@ import sys
 from functools import partial
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tokenformer.cli.model import (
     adapter_folders,
@@ -36,6 +36,7 @@ REQUIRES = {
     "stride": "perplexity",
     "confusion": "images",
     "labels_by_index": "images",
+    "on_corrupt": "captions",
 }
 SIZES = ("length", "stride", "batch_size", "limit")
 PATHS = ("data", "perplexity")
@@ -58,6 +59,7 @@ def evaluate(
     confusion: Path | None = None,
     labels_by_index: bool = False,
     captions: str | None = None,
+    on_corrupt: Literal["refuse", "skip"] | None = None,
     batch_size: int | None = None,
     limit: int | None = None,
     adapter: tuple[str, ...] = (),
@@ -86,6 +88,8 @@ def evaluate(
         captions: Images with captions, to measure perplexity with the right image, another and
             none, BLEU and CIDEr of generated captions, and retrieval on: a folder of parquet files,
             of JSON lines or of images with text files, or a Hugging Face dataset.
+        on_corrupt: What to do at an image of --captions that cannot be decoded: refuse stops with
+            an error, the default; skip leaves it out.
         batch_size: Windows, requests or images per batch; by default as many as fit.
         limit: Use only the first items of each task, tokens of the text, or images.
         adapter: An adapter to use, a folder or NAME=DIR; several, or the option again, are active
@@ -105,6 +109,7 @@ def evaluate(
         confusion=confusion,
         labels_by_index=labels_by_index or None,
         captions=captions,
+        on_corrupt=on_corrupt,
         batch_size=batch_size,
         limit=limit,
     )
@@ -139,7 +144,7 @@ def evaluate(
         )
     elif captions is not None:
         results["captions"] = measure_image_captions(
-            model, captions, batch_size, limit, no_verify, console
+            model, captions, on_corrupt or "refuse", batch_size, limit, no_verify, console
         )
     else:
         loaded, tokenizer = load_model(model, bits, verify=not no_verify, adapters=adapters)
@@ -298,6 +303,7 @@ def measure_text(
 def measure_image_captions(
     model: str,
     source: str,
+    on_corrupt: str,
     batch_size: int | None,
     limit: int | None,
     no_verify: bool,
@@ -306,7 +312,7 @@ def measure_image_captions(
     from tokenformer.data.image_text_sources import load_captions
     from tokenformer.evaluate.captions import measure_captions
 
-    found, split = load_captions(source)
+    found, split = load_captions(source, on_corrupt)
     loaded, processor = load_image_text(model, verify=not no_verify)
     with progress(console) as show:
         result = measure_captions(

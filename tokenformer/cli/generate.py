@@ -1,5 +1,6 @@
 """`tokenformer generate`: sample text from a language or vision-language model, streamed."""
 
+import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -78,6 +79,10 @@ def generate(
     if not texts:
         raise InputError("the prompt is missing; give --prompt TEXT or --prompts FILE")
     adapters = adapter_folders(adapter)
+    if image is not None and (url := re.match(r"(https?|ftp|data):", str(image))):
+        raise InputError(
+            f"--image {url[0]}...: URLs are not fetched; save the image and name its file"
+        )
     if image is not None and not exists(expand_user(image)):
         raise InputError(f"--image: {missing_message(image)}")
     if image is not None or takes_images_with_text(model):

@@ -33,9 +33,9 @@ def join_models(
         vision: An image classifier: a model folder, a run folder or a hub name.
         language: A language model of the same width and depth, with its tokenizer.
         out: New folder for the joint model, its processor, and the report, join.json. Required.
-        mode: routed keeps both models exactly, each position using the tokens of its own modality
-            and new ones; shared lets every position use all tokens; projector is the baseline in
-            the style of LLaVA, for models of any width and depth.
+        mode: routed keeps both models as they are, each position using the tokens of its own
+            modality and new ones; shared lets every position use all tokens; projector is the
+            baseline in the style of LLaVA, for models of any width and depth.
         new_tokens: New tokens in every layer, to be trained for alignment.
         projector_size: Hidden units of the projector; by default the width of the language model.
         seed: Seed of the new tokens, and of the projector.
@@ -46,6 +46,11 @@ def join_models(
         raise InputError("--out is missing; name a new folder for the joint model")
     if new_tokens < 0:
         raise InputError(f"--new_tokens {new_tokens} must be at least 0")
+    if projector_size is not None and mode != "projector":
+        raise InputError(
+            f"--projector_size {projector_size} does not apply to --mode {mode}; leave it out, or "
+            "use --mode projector"
+        )
     for name, kind in ((vision, "an image classifier"), (language, "a language model")):
         resolve_model(name, kind)
     of_vision, of_language = resolve_folder(vision), resolve_folder(language)

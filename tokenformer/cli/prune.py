@@ -31,6 +31,7 @@ def prune_model(
     refit: bool = True,
     images: str | None = None,
     image_text: str | None = None,
+    on_corrupt: Literal["refuse", "skip"] | None = None,
     parts: tuple[Literal["vision", "new", "language"], ...] = (),
     no_verify: bool = False,
     json: bool = False,
@@ -59,6 +60,8 @@ def prune_model(
             train`, such as a folder of images by class, or digits.
         image_text: For a vision-language model, instead of --data: images with captions or
             conversations, as data.image_text of a recipe.
+        on_corrupt: What to do at an image of --image_text that cannot be decoded: refuse stops with
+            an error, the default; skip uses the next one.
         parts: For a vision-language model, which tokens to remove: vision, new, language; several,
             or the option again. By default all.
         no_verify: Skip verifying the weights (checksums.json, NaN, inf).
@@ -71,6 +74,8 @@ def prune_model(
             raise InputError(f"--{name} {value} must be at least 1")
     counts = {"qkv_tokens": qkv_tokens, "output_tokens": output_tokens, "ffn_tokens": ffn_tokens}
     tokens: dict[str, Any] = {name: n for name, n in counts.items() if n is not None}
+    if on_corrupt is not None and image_text is None:
+        raise InputError(f"--on_corrupt {on_corrupt} needs --image_text")
     source = resolve_folder(model)
     check_samples(data, images, image_text)
 
@@ -96,7 +101,12 @@ def prune_model(
             tokens |= {"parts": parts} if parts else {}
             if image_text is not None:
                 batches = read_image_text_samples(
-                    image_text, source, loaded, count=sequences, length=length or LONGEST
+                    image_text,
+                    source,
+                    loaded,
+                    count=sequences,
+                    length=length or LONGEST,
+                    on_corrupt=on_corrupt or "refuse",
                 )
         else:
             option = "data"

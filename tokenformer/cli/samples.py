@@ -110,7 +110,7 @@ def read_image_samples(source: str, folder: Path, model: Any, *, count: int) -> 
 
 
 def read_image_text_samples(
-    source: str, folder: Path, model: Any, *, count: int, length: int
+    source: str, folder: Path, model: Any, *, count: int, length: int, on_corrupt: str = "refuse"
 ) -> "list[dict[str, Tensor]]":
     """Return images with text as inputs of a vision-language model, from samples spread over the
     training split, one sample a batch: padding would be measured as text."""
@@ -120,7 +120,7 @@ def read_image_text_samples(
 
     context = model.config.max_position_embeddings
     encoder = ImageTextEncoder(load_processor(str(folder)), length, context)
-    reader = ImageTextReader(load_image_text(source).train, encoder)
+    reader = ImageTextReader(load_image_text(source, on_corrupt=on_corrupt).train, encoder)
     found = []
     for batch in reader.held_out(1, count):
         read = batch.to("cpu")

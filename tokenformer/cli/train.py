@@ -210,9 +210,11 @@ def log_start(run: "Run", changes: "list[Change]", job: Job, log: Callable[[str]
             log(line)
     elif options.model.start_from is not None and job.file is not None:
         from tokenformer.train.recipe_inputs import uses_rate_for_new_model
+        from tokenformer.train.row_rates import trains_new_tokens_only
 
         is_adapted = options.adapter.method is not None
-        if not is_adapted and uses_rate_for_new_model(options, job.file):
+        adds = is_adapted or trains_new_tokens_only(run.loop.task.model, options.optimizer)
+        if not adds and uses_rate_for_new_model(options, job.file):
             rate = options.optimizer.learning_rate
             log(
                 f"Warning: the learning rate {rate:g} of {job.file} is meant for fresh weights and "

@@ -1,11 +1,14 @@
 """Sets of images with captions or conversations, decoded on access.
 
 A sample is an `ImageText`: images and turns of text. An image with several captions makes as many
-samples. `on_corrupt` is the policy of `data/images`: with `skip` the next readable sample takes the
-place of one with an unreadable image, the same one on every run.
+samples, and several rows may show the same image (`groups`). `on_corrupt` is the policy of
+`data/images`: with `skip` the next readable sample takes the place of one with an unreadable image,
+the same one on every run.
 """
 
-from collections.abc import Callable, Sequence
+import hashlib
+import posixpath
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -87,12 +90,12 @@ class ImageTextSet(CorruptPolicy):
             raise DataError(f"{name} has no rows")
         self.name, self.rows, self.folder = name, rows, folder
         self.columns = Columns.find(name, column_names(rows))
-        texts = column(rows, self.columns.text)
-        # Which caption of which row each sample is.
+        text, is_chat = self.columns.text, self.columns.is_chat
+        # Which text of which row each sample is.
         self.samples = [
             (row, caption)
-            for row, text in enumerate(texts)
-            for caption in range(caption_count(text, self.columns.is_chat))
+            for row, found in enumerate(select_column(rows, text))
+            for caption in range(caption_count(found.get(text), is_chat))
         ]
         if not self.samples:
             raise DataError(f"column {self.columns.text} of {name} holds no text")
@@ -102,55 +105,87 @@ class ImageTextSet(CorruptPolicy):
 
     def sample(self, index: int) -> ImageText:
         """Return a sample; with `on_corrupt="skip"` the next readable one."""
-        for offset in range(min(len(self), MAX_SKIPPED_IN_A_ROW)):
-            row, caption = self.samples[(index + offset) % len(self)]
+        return self.first_readable(range(len(self)), index)
+
+    def first_readable(self, indices: Sequence[int], place: int) -> ImageText:
+        """Return the sample at a place among `indices`, or by the policy the next of them."""
+        count = len(indices)
+        for offset in range(min(count, MAX_SKIPPED_IN_A_ROW)):
+            row, caption = self.samples[indices[(place + offset) % count]]
             try:
                 return self.read(row, caption)
             except CorruptImageError as error:
                 self.handle(row, error)
-        raise DataError(f"sample {index} of {self.name} and all after it cannot be read")
+        raise DataError(f"sample {indices[place]} of {self.name} and all after it cannot be read")
 
     def read(self, row: int, caption: int) -> ImageText:
         found = self.rows[row]
-        text = found[self.columns.text]
+        stored = self.images(found)
+        turns = self.turns(row, found, caption, len(stored))
+        return ImageText([self.decode(row, each) for each in stored], turns)
+
+    def turns(self, row: int, found: Any, caption: int, images: int) -> list[Turn]:
+        """Return the text of a sample, whose row is `found`, with a mark for each of its images."""
+        text = found.get(self.columns.text)
         turns = (
             read_turns(f"row {row} of {self.name}", text)
             if self.columns.is_chat
-            else [Turn(CAPTION, as_list(text)[caption].strip())]
+            else [Turn(CAPTION, caption_texts(text)[caption].strip())]
         )
-        images = [self.decode(row, stored) for stored in as_list(found[self.columns.image])]
         marked = sum(turn.text.count(IMAGE_TOKEN) for turn in turns)
         if marked == 0 and images:
             first = turns[0]
-            turns = [Turn(first.role, IMAGE_TOKEN * len(images) + first.text), *turns[1:]]
-        elif marked != len(images):
+            turns = [Turn(first.role, IMAGE_TOKEN * images + first.text), *turns[1:]]
+        elif marked != images:
             raise DataError(
-                f"row {row} of {self.name} has {marked} times {IMAGE_TOKEN} for {len(images)} "
-                "images"
+                f"row {row} of {self.name} has {marked} times {IMAGE_TOKEN} for {images} images"
             )
-        return ImageText(images, turns)
+        return turns
+
+    def images(self, found: Any) -> list[Any]:
+        """Return the images of a row as they are stored. A row may have none: mixes for instruction
+        tuning leave the column out where there is only text."""
+        return [each for each in as_list(found.get(self.columns.image)) if each is not None]
 
     def captions(self, row: int) -> list[str]:
         """Return all captions of a row, the references of an evaluation."""
         if self.columns.is_chat:
             raise DataError(f"{self.name} holds conversations, not captions")
-        return [text.strip() for text in as_list(self.rows[row][self.columns.text])]
+        texts = caption_texts(self.rows[row].get(self.columns.text))
+        return [text.replace(IMAGE_TOKEN, "").strip() for text in texts]
 
     def image(self, row: int) -> Pixels:
         """Return the first image of a row."""
-        stored = as_list(self.rows[row][self.columns.image])
+        stored = self.images(self.rows[row])
         if not stored:
             raise DataError(f"row {row} of {self.name} has no image")
         return self.decode(row, stored[0])
 
+    def groups(self, most: int | None = None) -> list[list[int]]:
+        """Return the rows that show the same image, by its path or bytes, in the order of their
+        first rows. A row without an image is a group of its own. `most` is the number of images of
+        a row that count."""
+        rows = select_column(self.rows, self.columns.image)
+        return group_rows([image_key(each) for each in self.images(row)[:most]] for row in rows)
+
     def decode(self, row: int, stored: Any) -> Pixels:
-        return decode(f"row {row} of {self.name}", lambda: self.open(stored))
+        return decode(self.image_name(row, stored), lambda: self.open(stored))
+
+    def image_name(self, row: int, stored: Any) -> str:
+        """The name of an image in messages."""
+        path = stored.get("path") if isinstance(stored, dict) else stored
+        which = f"image {path}" if isinstance(path, str) else "the image"
+        return f"{which} of row {row} of {self.name}"
 
     def open(self, stored: Any) -> Any:
         from PIL import Image
 
-        if isinstance(stored, dict) and stored.get("bytes") is not None:
-            return Image.open(BytesIO(stored["bytes"]))
+        return Image.open(self.find(stored))
+
+    def find(self, stored: Any) -> BytesIO | Path:
+        """Return the bytes or the file of an image."""
+        if (content := stored_bytes(stored)) is not None:
+            return BytesIO(content)
         path = stored.get("path") if isinstance(stored, dict) else stored
         if not isinstance(path, str) or self.folder is None:
             raise ValueError("it is missing")
@@ -158,7 +193,7 @@ class ImageTextSet(CorruptPolicy):
         file = (home / path).resolve()
         if not file.is_relative_to(home):
             raise ValueError(f"its path {path} leaves the folder {self.folder}")
-        return Image.open(file)
+        return file
 
 
 class SubsetImageText:
@@ -173,24 +208,66 @@ class SubsetImageText:
         return len(self.indices)
 
     def sample(self, index: int) -> ImageText:
-        return self.whole.sample(self.indices[index])
+        return self.whole.first_readable(self.indices, index)
 
 
 def column_names(rows: Any) -> list[str]:
+    """Return the columns of a dataset, or the keys that rows of a list have, not all the same."""
     names = getattr(rows, "column_names", None)
-    return list(rows[0]) if names is None else list(names)
+    return list(dict.fromkeys(key for row in rows for key in row)) if names is None else list(names)
 
 
-def column(rows: Any, name: str) -> list[Any]:
-    if hasattr(rows, "column_names"):
-        return list(rows[name])
-    return [row.get(name) for row in rows]
+def select_column(rows: Any, name: str) -> Iterable[Any]:
+    """Return the rows with this column alone, which are read one by one."""
+    return rows.select_columns([name]) if hasattr(rows, "select_columns") else rows
 
 
 def caption_count(text: Any, is_chat: bool) -> int:
-    if is_chat:
-        return int(bool(text))
-    return sum(isinstance(each, str) for each in as_list(text))
+    return int(bool(text)) if is_chat else len(caption_texts(text))
+
+
+def caption_texts(text: Any) -> list[str]:
+    """Return the captions of a row, without those that are missing."""
+    return [each for each in as_list(text) if isinstance(each, str)]
+
+
+def stored_bytes(stored: Any) -> bytes | None:
+    content = stored.get("bytes") if isinstance(stored, dict) else stored
+    return content if isinstance(content, bytes) else None
+
+
+def image_key(stored: Any) -> Any:
+    """Return what is equal for the same image: a digest of its bytes, or its path."""
+    if (content := stored_bytes(stored)) is not None:
+        return digest(content)
+    path = stored.get("path") if isinstance(stored, dict) else stored
+    return posixpath.normpath(path) if isinstance(path, str) else None
+
+
+def digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def group_rows(keys_by_row: Iterable[Sequence[Any]]) -> list[list[int]]:
+    """Group rows that have a key in common, also through other rows; None is no key."""
+    parents: list[int] = []
+    first: dict[Any, int] = {}
+
+    def root(row: int) -> int:
+        while parents[row] != row:
+            parents[row] = row = parents[parents[row]]
+        return row
+
+    for row, keys in enumerate(keys_by_row):
+        parents.append(row)
+        for key in keys:
+            if key is not None:
+                ends = root(first.setdefault(key, row)), root(row)
+                parents[max(ends)] = min(ends)
+    groups: dict[int, list[int]] = {}
+    for row in range(len(parents)):
+        groups.setdefault(root(row), []).append(row)
+    return list(groups.values())
 
 
 def as_list(value: Any) -> list[Any]:

@@ -3,11 +3,13 @@ against references, and retrieval by likelihood.
 
     result = measure_captions(model, processor, captions, limit=500)
 
-- Bits per byte of the reference captions given the right image, the image of another row, and no
-  image. The difference is what the model gains from seeing.
+- Bits per byte of the reference captions given the right image, another image, and no image. The
+  difference is what the model gains from seeing.
 - BLEU and CIDEr-D of greedy captions against all references of an image (`caption_scores`).
-- Retrieval among `group` images: the share of images for which the first caption of the right row
-  is the most likely one, and of captions for which the right image makes them most likely.
+- Retrieval among `group` images: the share of images for which their own first caption is the most
+  likely one, and of captions for which the right image makes them most likely.
+
+Rows that show the same image count as one image with all their captions.
 """
 
 import math
@@ -19,7 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenformer.data.image_text import CAPTION, IMAGE_TOKEN, ImageText, ImageTextSet, Turn
+from tokenformer.data.image_text import (
+    CAPTION,
+    IMAGE_TOKEN,
+    ImageText,
+    ImageTextSet,
+    Turn,
+    digest,
+)
 from tokenformer.data.image_text_batches import EncodedSample, ImageTextEncoder, ImageTextReader
 from tokenformer.data.images import CorruptImageError
 from tokenformer.errors import DataError
@@ -42,15 +51,16 @@ class CaptionScores:
     images: int
     captions: int
     bits_per_byte: float
-    bits_per_byte_wrong_image: float
+    bits_per_byte_wrong_image: float | None
+    """None if there is no other image."""
     bits_per_byte_no_image: float
     token_perplexity: float
     bleu: list[float]
     """BLEU-1 to BLEU-4."""
     cider: float
-    text_retrieval: float
-    image_retrieval: float
-    """Shares of the images and captions that are retrieved first among `group`."""
+    text_retrieval: float | None
+    image_retrieval: float | None
+    """Shares of the images and captions that are retrieved first among `group`; None for one."""
     group: int
     generated: list[str]
 
@@ -63,15 +73,19 @@ class CaptionScores:
             [
                 f"{self.images:,} images, {self.captions:,} captions",
                 f"bits per byte            {self.bits_per_byte:.4f}",
-                f"  with another image     {self.bits_per_byte_wrong_image:.4f}",
+                f"  with another image     {shown(self.bits_per_byte_wrong_image, '.4f')}",
                 f"  without an image       {self.bits_per_byte_no_image:.4f}",
                 f"token perplexity         {self.token_perplexity:,.3f}",
                 f"BLEU-1 to BLEU-4         {scores}",
                 f"CIDEr-D                  {self.cider:.3f}",
-                f"caption among {self.group:<2}         {self.text_retrieval:.1%}",
-                f"image among {self.group:<2}           {self.image_retrieval:.1%}",
+                f"caption among {self.group:<2}         {shown(self.text_retrieval, '.1%')}",
+                f"image among {self.group:<2}           {shown(self.image_retrieval, '.1%')}",
             ]
         )
+
+
+def shown(value: float | None, form: str) -> str:
+    return "not measured: there is only one image" if value is None else format(value, form)
 
 
 @dataclass(frozen=True)
@@ -98,8 +112,11 @@ def measure_captions(
     images, references = read_images(captions, limit)
     count = len(images)
     pairs = [(index, text) for index, several in enumerate(references) for text in several]
-    losses = []
+    losses: list[Loss | None] = []
     for shift in (0, 1, None):
+        if shift == 1 and count == 1:
+            losses.append(None)
+            continue
         wanted = [
             measure.caption(None if shift is None else images[(index + shift) % count], text)
             for index, text in pairs
@@ -109,15 +126,18 @@ def measure_captions(
     for start in range(0, count, measure.batch_size):
         generated += measure.generate(images[start : start + measure.batch_size])
         on_images("captions", len(generated), count)
-    by_text, by_image = measure.retrieval(
-        images, [several[0] for several in references], group, on_images
-    )
+    by_text, by_image = None, None
+    if min(group, count) > 1:
+        firsts = [several[0] for several in references]
+        by_text, by_image = measure.retrieval(images, firsts, group, on_images)
     right, wrong, none = losses
+    assert right is not None
+    assert none is not None
     return CaptionScores(
         images=count,
         captions=len(pairs),
         bits_per_byte=bits(right),
-        bits_per_byte_wrong_image=bits(wrong),
+        bits_per_byte_wrong_image=None if wrong is None else bits(wrong),
         bits_per_byte_no_image=bits(none),
         token_perplexity=math.exp(min(700.0, right.nats / right.tokens)),
         bleu=bleu(generated, references),
@@ -134,21 +154,30 @@ def bits(loss: Loss) -> float:
 
 
 def read_images(captions: ImageTextSet, limit: int | None) -> tuple[list[Pixels], list[list[str]]]:
-    """Return the first images and their captions. With `on_corrupt="skip"`, without unreadable
-    ones."""
+    """Return the first images, each once, and all captions of each. With `on_corrupt="skip"`,
+    without unreadable ones."""
     images: list[Pixels] = []
     references: list[list[str]] = []
-    for row in range(len(captions.rows)):
+    places: dict[tuple[tuple[int, ...], bytes], int] = {}
+    for rows in captions.groups(most=1):
         if limit is not None and len(images) >= limit:
             break
+        texts = [text for row in rows for text in captions.captions(row)]
+        if not texts or not captions.images(captions.rows[rows[0]]):
+            continue  # nothing to measure
         try:
-            images.append(captions.image(row))
+            image = captions.image(rows[0])
         except CorruptImageError as error:
-            captions.handle(row, error)
+            captions.handle(rows[0], error)
             continue
-        references.append(captions.captions(row))
+        # Copies of a file have other paths; to the model they are the same image.
+        place = places.setdefault((image.shape, digest(image.tobytes())), len(images))
+        if place == len(images):
+            images.append(image)
+            references.append([])
+        references[place] += texts
     if not images:
-        raise DataError(f"{captions.name} has no image that can be read")
+        raise DataError(f"{captions.name} has no image that can be read, with captions")
     return images, references
 
 

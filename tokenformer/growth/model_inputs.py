@@ -16,14 +16,43 @@ INPUT_KINDS = {"input_ids": "token ids [B, T]", "pixel_values": "images [B, C, H
 
 def random_batch(model: PreTrainedModel, seed: int) -> Tensor:
     """Return random token ids or images that fit the model."""
-    config = model.config
     generator = torch.Generator().manual_seed(seed)
     if model.main_input_name == "pixel_values":
-        shape = (IMAGES, config.num_channels, config.image_size, config.image_size)
-        return torch.randn(shape, generator=generator).to(model.device, model.dtype)
-    length = min(LENGTH, config.max_position_embeddings)
-    tokens = torch.randint(config.vocab_size, (SEQUENCES, length), generator=generator)
+        return random_images(model, model.config, IMAGES, generator)
+    return random_text(model, min(LENGTH, model.config.max_position_embeddings), generator)
+
+
+def random_image_text(model: PreTrainedModel, seed: int) -> dict[str, Tensor] | None:
+    """Return random images, each before random text, that fit a vision-language model; None if its
+    context has no room for text after an image."""
+    config = model.config
+    vision = config.vision_config
+    size = vision.class_tokens + (vision.image_size // vision.patch_size) ** 2
+    length = min(LENGTH, config.max_position_embeddings - size)
+    if length < 1:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    text = random_text(model, length, generator)
+    places = text.new_full((SEQUENCES, size), config.image_token_id)
+    return {
+        "input_ids": torch.cat([places, text], 1),
+        "pixel_values": random_images(model, vision, SEQUENCES, generator),
+    }
+
+
+def random_text(model: PreTrainedModel, length: int, generator: torch.Generator) -> Tensor:
+    tokens = torch.randint(model.config.vocab_size, (SEQUENCES, length), generator=generator)
+    marker = getattr(model.config, "image_token_id", None)
+    if marker is not None:  # of an image, which is not there
+        tokens[tokens == marker] = (marker + 1) % model.config.vocab_size
     return tokens.to(model.device)
+
+
+def random_images(
+    model: PreTrainedModel, config: Any, count: int, generator: torch.Generator
+) -> Tensor:
+    shape = (count, config.num_channels, config.image_size, config.image_size)
+    return torch.randn(shape, generator=generator).to(model.device, model.dtype)
 
 
 def run_model(model: PreTrainedModel, batch: Any) -> Any:

@@ -138,14 +138,22 @@ class TokenformerProcessor(ProcessorMixin):
             ProcessingKwargs, tokenizer_init_kwargs=self.tokenizer.init_kwargs, **options
         )
         data: dict[str, Any] = {}
+        text_options = {"return_token_type_ids": False, **merged["text_kwargs"]}
+        # With these `apply_chat_template` finds the assistant's tokens after the images.
+        name = "return_text_replacement_offsets"
+        wants_offsets = text_options.pop(name, merged.get(name, False))
+        offsets: list[Any] = [[] for _ in texts]
         if given:
             pixels = self.image_processor(given, **merged["images_kwargs"])
             data["pixel_values"] = pixels["pixel_values"]
             expanded = self.image_text(*data["pixel_values"][0].shape[1:])
+            offsets = [replacements(each, expanded) for each in texts]
             texts = [each.replace(IMAGE_TOKEN, expanded) for each in texts]
-        text_options = {"return_token_type_ids": False, **merged["text_kwargs"]}
         encoded = self.tokenizer(texts, **text_options)
-        return BatchFeature({**encoded, **data}, tensor_type=text_options.get("return_tensors"))
+        found = BatchFeature({**encoded, **data}, tensor_type=text_options.get("return_tensors"))
+        if wants_offsets:
+            found["text_replacement_offsets"] = offsets
+        return found
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> Any:
         """Save as transformers does, with the stub that `auto_map` names if a model has not."""
@@ -176,6 +184,26 @@ def add_image_token(tokenizer: Any) -> None:
         tokenizer.add_special_tokens(
             {"additional_special_tokens": [IMAGE_TOKEN]}, replace_extra_special_tokens=False
         )
+
+
+def replacements(text: str, expanded: str) -> list[dict[str, Any]]:
+    """Return where each `<image>` of a text is and where `expanded` is that takes its place, as
+    transformers describes it."""
+    found, start, moved = [], 0, 0
+    for part in text.split(IMAGE_TOKEN)[:-1]:
+        start += len(part)
+        end, new = start + len(IMAGE_TOKEN), start + moved
+        found.append(
+            {
+                "type": "image",
+                "span": (start, end),
+                "new_span": (new, new + len(expanded)),
+                "text": IMAGE_TOKEN,
+                "replacement": expanded,
+            }
+        )
+        start, moved = end, moved + len(expanded) - len(IMAGE_TOKEN)
+    return found
 
 
 def flat_images(images: Any, texts: list[str]) -> list[Any]:

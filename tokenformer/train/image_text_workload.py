@@ -9,6 +9,7 @@ from tokenformer.data.image_text_batches import ImageTextEncoder, ImageTextReade
 from tokenformer.data.image_text_sources import AnyImageText, load_image_text
 from tokenformer.data.tokenizer import load_tokenizer
 from tokenformer.errors import CheckpointError, DataError, one_line
+from tokenformer.models.configuration import LanguageConfig, VisionConfig
 from tokenformer.models.image_text import TokenformerForImageTextToText
 from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
 from tokenformer.models.image_text_processing import (
@@ -16,7 +17,7 @@ from tokenformer.models.image_text_processing import (
     TokenformerProcessor,
     add_image_token,
 )
-from tokenformer.models.loading import load_for_training
+from tokenformer.models.loading import load_config, load_for_training
 from tokenformer.models.model_classes import build_on_meta
 from tokenformer.train.export import export
 from tokenformer.train.image_text_task import ImageTextTask
@@ -58,6 +59,7 @@ class ImageTextWorkload:
         """Return the initial model: on the meta device, or loaded from `start_from`."""
         options = self.recipe.model
         if options.start_from is not None:
+            trained_config(options.start_from)
             model: TokenformerForImageTextToText = load_for_training(
                 TokenformerForImageTextToText, options.start_from
             )
@@ -143,6 +145,19 @@ def fresh_config(recipe: Recipe) -> TokenformerImageTextConfig:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    return config
+
+
+def trained_config(start: str) -> TokenformerImageTextConfig:
+    """Return the configuration of the model that a run starts from."""
+    config = load_config(start)
+    if not isinstance(config, TokenformerImageTextConfig):
+        kinds = {LanguageConfig: "a language model", VisionConfig: "an image classifier"}
+        found = (name for kind, name in kinds.items() if isinstance(config, kind))
+        raise DataError(
+            f"model.start_from={start} is {next(found, f'a {config.model_type} model')}, not a "
+            "vision-language model; make one with `tokenformer join`"
+        )
     return config
 
 

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from tokenformer.growth.tokens.token_counts import LayerProjection
 from tokenformer.growth.tokens.token_set import token_layers
-from tokenformer.train.options import PARTS
+from tokenformer.train.optimizer import rate_of
+from tokenformer.train.options import PARTS, OptimizerOptions
 from tokenformer.train.parallel.meta_init import shard_like
 
 if TYPE_CHECKING:
@@ -67,6 +68,27 @@ def row_rates(
         for _ in range(count)
     ]
     return parts if own is None else [a * b for a, b in zip(own, parts, strict=True)]
+
+
+def trains_new_tokens_only(model: "PreTrainedModel", options: OptimizerOptions) -> bool:
+    """Whether a run leaves everything that a vision-language model was joined of as it is, as an
+    alignment does."""
+    config = model.config
+    if not hasattr(config, "parts"):
+        return False
+    layers, kept = token_layers(model), ("key_tokens", "value_tokens")
+    for name, _ in model.named_parameters():
+        if rate_of(name, options) == 0:
+            continue
+        layer, _, kind = name.rpartition(".")
+        if not config.is_joined or layer not in layers or kind not in kept:
+            return False
+        place = layers[layer][0]
+        vision, new, _ = config.parts(*place)
+        rates = row_rates(config, place, options.part_rates) or [1.0]
+        if any(rates[:vision]) or any(rates[vision + new :]):
+            return False
+    return True
 
 
 def rate_column(rates: list[float], parameter: nn.Parameter) -> Tensor:

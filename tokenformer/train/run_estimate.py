@@ -25,7 +25,7 @@ from tokenformer.models.image_text_configuration import TokenformerImageTextConf
 from tokenformer.models.loading import load_config
 from tokenformer.models.model_classes import build_on_meta
 from tokenformer.paths import exists, expand_user, is_local
-from tokenformer.train.image_text_workload import fresh_config
+from tokenformer.train.image_text_workload import fresh_config, trained_config
 from tokenformer.train.image_workload import IMAGE_FAMILIES, ImageWorkload
 from tokenformer.train.model_growth import stage_configs
 from tokenformer.train.optimizer import check_rates
@@ -93,12 +93,7 @@ def image_text_config(recipe: Recipe) -> TokenformerImageTextConfig:
     elif start is None:
         config = fresh_config(recipe)
     else:
-        config = load_config(start)
-    if not isinstance(config, TokenformerImageTextConfig):
-        raise ValueError(
-            f"model.start_from={start} is a {config.model_type} model, not a vision-language "
-            "model; make one with `tokenformer join`"
-        )
+        config = trained_config(start)
     return config
 
 

@@ -16,6 +16,7 @@ from tests.support.image_text import (
     text_ids,
     train_new_tokens,
 )
+from tokenformer.growth.probe import output_change
 from tokenformer.growth.tokens.token_set import token_layers
 from tokenformer.ops import THETAS
 
@@ -194,3 +195,25 @@ def test_what_cannot_be_pruned_is_refused_by_name() -> None:
         tokenformer.prune(make_joint("projector"), keep=0.5)
     with pytest.raises(ValueError, match="is for a vision-language model"):
         tokenformer.prune(make_halves()[1], parts=["new"])
+
+
+def test_the_report_measures_with_images(mode: str) -> None:
+    """Tokens that only images use in a routed layer do not change text alone."""
+    joint = train_new_tokens(make_joint(mode))
+    smaller, report = tokenformer.prune(joint, batches(), keep=0.25, parts=["vision"])
+    was, became = (logits(each, batches(2)) for each in (joint, smaller))
+    change = (became - was).abs().max() / was.abs().max()
+    assert report.max_output_change is not None
+    assert report.max_output_change > 0.1 * change > 0
+    grown, report = tokenformer.grow(joint, new_tokens=9)
+    assert report.max_output_change is not None
+    assert report.max_output_change < 1e-12
+    joint.get_submodule("model.layers.0.ffn").key_tokens.data[0].normal_()  # of vision
+    assert output_change(grown, joint, seed=0) > 1e-6
+
+
+def test_the_report_of_a_model_whose_placeholder_has_an_embedding(mode: str) -> None:
+    joint = make_joint(mode, image_token_id=7)
+    report = tokenformer.prune(joint)[1]
+    assert report.max_output_change is not None
+    assert report.max_output_change < 1e-9

@@ -7,8 +7,8 @@ this order. New tokens have zero keys and leave the scale, so they change nothin
 trained. Modes:
 
 - `routed`: image positions attend to vision and new tokens, text positions to language and new
-  tokens. Image features are exactly those of the vision model, text alone is processed exactly as
-  by the language model.
+  tokens. Image features are those of the vision model, and text alone is processed as by the
+  language model, up to rounding.
 - `shared`: every position attends to all tokens, which is the paper's idea. The scale is the sum of
   both, the rule of `merge` for tokens that the models do not have in common, by which every token
   keeps its weight. The outputs of both models change, and the report says how much.
