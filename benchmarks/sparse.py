@@ -32,10 +32,17 @@ from benchmarks.harness import (
     with_spread,
 )
 from benchmarks.results import Row
-from benchmarks.sparse_decoding import SIZES, active_groups, measure_blocks, measure_layer
+from benchmarks.sparse_decoding import (
+    SIZES,
+    UPCYCLED_SIZE,
+    active_groups,
+    measure_blocks,
+    measure_layer,
+    measure_upcycled,
+)
 from tokenformer.layers import Pattention, RoutedPattention
 
-MEASUREMENTS = ["training", "layer", "blocks"]
+MEASUREMENTS = ["training", "layer", "blocks", "upcycled"]
 ROWS_OF_SIZES = 1024
 FACTORS = (1, 4, 16)
 MORE_FACTORS = (*FACTORS, 64)
@@ -117,6 +124,8 @@ def measure(options: Namespace) -> Iterator[Row]:
             rows = min(options.rows, ROWS_OF_SIZES)
             yield from measure_training(options, rows, options.width, active, total)
         decoding = {"layer": measure_layer, "blocks": measure_blocks}
+        if size == UPCYCLED_SIZE:
+            decoding["upcycled"] = measure_upcycled
         for what in [name for name in decoding if name in options.what]:
             for group_size in options.decoding_group_sizes:
                 progress(f"sparse, {what} of {size}, decoding, groups of {group_size}")

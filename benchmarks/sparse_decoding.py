@@ -1,11 +1,13 @@
 """Decoding with routed tokens, for `benchmarks.sparse`: single layers and the blocks of a model.
 
-A quarter of the groups is active. Dense and routed layers have the same tokens and take turns; the
-limit is summing a tensor. There are as many layers as it takes to read all weights from memory. The
+A quarter of the groups is active. Dense and routed layers have the same tokens and take turns; an
+upcycled model has four times those of the dense one, and as many active. The limit is summing a
+tensor. There are as many layers as it takes to read all weights from memory. The
 models have few ids, so that nearly all of their time is that of the blocks, and decode through
 `generate`.
 """
 
+import copy
 import math
 import statistics
 from argparse import Namespace
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from benchmarks.decode import Decoder
 from benchmarks.harness import ratio, seconds_of, time_interleaved
 from benchmarks.results import Row
-from tokenformer import TokenformerConfig, TokenformerForCausalLM
+from tokenformer import TokenformerConfig, TokenformerForCausalLM, upcycle
 from tokenformer.layers import Pattention, RoutedPattention
 from tokenformer.layers.int8 import Int8Pattention
 from tokenformer.layers.quantized_routing import RoutedInt8Pattention
@@ -30,6 +32,8 @@ SIZES = {"124m": (576, 12), "1.4b": (8620, 2)}
 """Tokens of an attention projection, and layers to decode with: two of the twelve of 1.4b."""
 FORMATS = ("fp32", "bf16", "int8")
 ACTIVE = 0.25
+COPIES, UPCYCLED_SIZE = 4, "124m"
+"""Upcycling is measured at one size, to spare the memory."""
 COLD_BYTES, MOST_LAYERS = 1 << 28, 64
 ROUTED = {
     "ffn": ({"ffn"}, "all"),
@@ -156,16 +160,54 @@ def measure_blocks(options: Namespace, size: str, group_size: int) -> Iterator[R
         counts = {p: 4 * tokens if p == "ffn" else tokens for p in projections}
         groups = {p: active_groups(count, group_size) for p, count in counts.items()}
         configs[name] = TokenformerConfig(**shape, active_groups=groups, theta_norm=norm)
-    ids = torch.randint(VOCAB, (1, CONTEXT))
-    decoders, sizes = {}, {}
+    models = {}
     for form in FORMATS:
         state = dense.bfloat16().state_dict() if form == "bf16" else dense.float().state_dict()
         for name, config in configs.items():
-            model = share_weights(config, state)
-            if form == "int8":
-                quantize_model(model)
-            decoders[f"{name}, {form}"] = Decoder(model, ids, options.new_tokens)
-            sizes[f"{name}, {form}"] = bytes_read(model)
+            models[f"{name}, {form}"] = in_format(share_weights(config, state), form)
+    blocks = f"{layers} block{'s' if layers > 1 else ''} of {size}"
+    case = {"case": f"{blocks}, groups of {group_size}", "what": "blocks", "n": tokens}
+    yield from decode_models(case, models, options)
+
+
+def measure_upcycled(options: Namespace, size: str, group_size: int) -> Iterator[Row]:
+    """A dense model, and the same after growth to four times the feed-forward tokens, of which a
+    row visits as many as before."""
+    tokens, layers = options.tokens or SIZES[size][0], options.layers or SIZES[size][1]
+    config = TokenformerConfig(
+        vocab_size=VOCAB,
+        hidden_size=options.width,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, options.width // 64),
+        qkv_tokens=tokens,
+        output_tokens=tokens,
+        ffn_tokens=4 * tokens // group_size * group_size,
+        max_position_embeddings=CONTEXT + options.new_tokens,
+    )
+    torch.manual_seed(0)
+    dense = TokenformerForCausalLM(config).eval()
+    larger, _ = upcycle(dense, COPIES, group_size, theta_norm="chosen")
+    models = {
+        f"{name}, {form}": in_format(copy.deepcopy(model), form)
+        for form in FORMATS
+        for name, model in (("dense", dense), (f"{COPIES}x the tokens", larger))
+    }
+    case = {"case": f"{size} upcycled, groups of {group_size}", "what": "upcycled", "n": tokens}
+    yield from decode_models(case, models, options)
+
+
+def in_format(model: Any, form: str) -> Any:
+    model = model.to(torch.bfloat16 if form == "bf16" else torch.float32).eval()
+    if form == "int8":
+        quantize_model(model)
+    return model
+
+
+def decode_models(case: Row, models: dict[str, Any], options: Namespace) -> Iterator[Row]:
+    """Decode with `generate`, the models in turns."""
+    ids = torch.randint(VOCAB, (1, CONTEXT))
+    decoders = {name: Decoder(model, ids, options.new_tokens) for name, model in models.items()}
+    sizes = {name: bytes_read(model) for name, model in models.items()}
     weights = torch.ones(COLD_BYTES // 4)
     times: dict[str, list[float]] = {name: [] for name in ("reading", *decoders)}
     for round_number in range(options.rounds + 1):  # the first is a warm-up
@@ -173,8 +215,6 @@ def measure_blocks(options: Namespace, size: str, group_size: int) -> Iterator[R
         found["reading"] = statistics.median(seconds_of(weights.sum) for _ in range(8))
         for name in times if round_number else ():
             times[name].append(found[name])
-    blocks = f"{layers} block{'s' if layers > 1 else ''} of {size}"
-    case = {"case": f"{blocks}, groups of {group_size}", "what": "blocks", "n": tokens}
     yield from rows_of(case, times, sizes, 4 * weights.numel())
 
 

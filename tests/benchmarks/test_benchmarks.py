@@ -14,7 +14,7 @@ from benchmarks import plot, results
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.harness import compare, ratio, scaling_exponents, time_interleaved
 from benchmarks.memory_usage import PeakMemory, in_new_process
-from benchmarks.sparse_decoding import FORMATS, ROUTED
+from benchmarks.sparse_decoding import COPIES, FORMATS, ROUTED
 
 ROOT = Path(__file__).parent.parent.parent
 MODEL = "--width 64 --layers 1 --vocab 96"
@@ -37,7 +37,7 @@ NAMES = {
     "narrow": {"tokenformer", "released", "Transformer", "GPT", "nanoGPT"},
     "sparse": {"gated, all", "gated, chosen", "centroid, chosen"}
     | {f"{name}, {form}" for name in ("dense", "routed", "routed, chosen") for form in FORMATS}
-    | {f"{name}, {form}" for name in ROUTED for form in FORMATS},
+    | {f"{name}, {form}" for name in (*ROUTED, f"{COPIES}x the tokens") for form in FORMATS},
     "training": {"auto", "released", "GPT-NeoX", "TransformerEncoder"},
     "decode": {"auto", "bf16", "int8", "int4", "released", "GPT-NeoX"},
     "growth": {"on disk", "in memory", "Net2Net"},
