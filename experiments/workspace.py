@@ -24,14 +24,14 @@ SOURCES = {
     "captions": "image-text/flickr8k",
     "questions": "eval",
     "flickr8k": "image-text/flickr8k",
-    "one-image": "image-text/flickr8k",
+    "other-images": "image-text/flickr8k",
     "image-questions": "image-text/flickr8k",
-    "one-image-questions": "image-text/flickr8k",
+    "other-images-questions": "image-text/flickr8k",
 }
 """Data by name, and its path under TOKENFORMER_DATA; None for what every machine has."""
 CORPORA = {"enwik8", "python", "captions", "questions"}
-IMAGE_TEXT = {"flickr8k", "one-image", "image-questions", "one-image-questions"}
-"""Photographs with captions or questions; in two sets one gray image takes the place of all."""
+IMAGE_TEXT = {"flickr8k", "other-images", "image-questions", "other-images-questions"}
+"""Photographs with captions or questions; in two sets those of another photograph."""
 SPLIT = {"enwik8", "captions"}
 """Corpora with a validation split of their own; of the others a twentieth is held out."""
 STAND_INS = {"enwik8": slice(0, 40), "python": slice(40, 80), "captions": slice(80, 100)}

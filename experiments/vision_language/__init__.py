@@ -51,7 +51,7 @@ RUNS: dict[str, CaptionRun] = {
 EQUAL = {ROUTED: PROJECTOR, SHARED: PROJECTOR, ROUTED_ALL: PROJECTOR_ALL, SHARED_ALL: PROJECTOR_ALL}
 """The baseline of an arm: the same parts are trained."""
 FEW, MANY, UNTRAINED = (2e-3, 4e-3, 8e-3), (5e-4, 1e-3, 2e-3), (2e-3, 4e-3, 8e-3)
-ONE_IMAGE = "one-image"
+OTHER_IMAGES = "other-images"
 ANSWERS_ALL, ANSWERS_NEW, ANSWERS_PROJECTOR, ANSWERS_BLIND = QUESTION_ARMS = (
     "routed, all trained",
     "routed, new tokens",
@@ -78,7 +78,7 @@ def caption_arms(scale: Scale, results: Results) -> dict[str, Arm]:
         for name, run in RUNS.items()
     }
     for blind, seeing in ((BLIND, ROUTED), (BLIND_ALL, ROUTED_ALL)):
-        arms[blind] = Arm([], [replace(run, images=ONE_IMAGE) for run in arms[seeing].runs])
+        arms[blind] = Arm([], [replace(run, images=OTHER_IMAGES) for run in arms[seeing].runs])
     arms[FRESH_LONG] = Arm([], [longer(run, scale) for run in arms[FRESH].runs[:1]])
     return arms
 
@@ -105,7 +105,7 @@ def question_arms(scale: Scale, results: Results) -> dict[str, Arm]:
 
     seeing = tuned(ROUTED, "all", MANY)
     blind = [
-        replace(run, start=start, images="one-image-questions")
+        replace(run, start=start, images="other-images-questions")
         for run, start in zip(seeing.runs, captions[BLIND].runs, strict=False)
     ]
     return {
@@ -346,9 +346,9 @@ EXHIBIT = Exhibit(
     f"{CaptionRun().new_tokens} new tokens per layer, or by a projector with as many weights, and "
     f"train for {CaptionRun().steps} steps of {CaptionRun().batch} captions of Flickr8k, cut at "
     f"{TEXT_LENGTH} bytes. Rates: the best of at least three per arm, at one seed, by the held-out "
-    "loss; arms without seeing, for which one gray image takes the place of all, have the rate of "
-    "those that see. The losses are of 500 captions of 100 held-out images. Questions are made "
-    "from captions by rule, and half of those about objects have the answer no.",
+    "loss; arms without seeing train on captions of other photographs, at the rate of those that "
+    "see, and are measured like all others. The losses are of 500 captions of 100 held-out images. "
+    "Questions are made from captions by rule, and half of those about objects have the answer no.",
     plan=plan,
     report=report,
     page="vision-language.md",

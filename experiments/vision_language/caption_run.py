@@ -2,7 +2,7 @@
 
     CaptionRun("routed", "new", rate=4e-3)     # only the new tokens are trained
     CaptionRun("projector", "all")             # LLaVA's second stage: all but the encoder
-    CaptionRun(images="one-image")             # without seeing: one gray image for all captions
+    CaptionRun(images="other-images")          # without seeing: captions of other photographs
     CaptionRun(fresh=True)                     # the same model with fresh weights
 
 Each run is an ordinary `tokenformer train`. It measures what the model gained from seeing, and what
@@ -47,6 +47,8 @@ LANGUAGE = LanguageRun(
     remember="enwik8",
     validations=4,
 )
+MEASURED = "flickr8k"
+"""The images and captions on which all runs are measured."""
 TEXT_LENGTH = 96
 """Tokens of a caption; one in fifty is longer and is cut."""
 MEAN_LENGTH = 57
@@ -63,7 +65,8 @@ class CaptionRun(Job):
     trained: str = "new"
     """new: the new tokens, or the projector; all: everything but a frozen encoder."""
     rate: float = 4e-3
-    images: str = "flickr8k"
+    images: str = MEASURED
+    """What it trains on."""
     fresh: bool = False
     steps: int = 400
     batch: int = 32
@@ -85,7 +88,7 @@ class CaptionRun(Job):
 
     @property
     def data(self) -> tuple[str, ...]:
-        return (self.images, self.vision.images, "enwik8")
+        return (self.images, MEASURED, self.vision.images, "enwik8")
 
     @property
     def flops(self) -> float:
@@ -174,10 +177,11 @@ class CaptionRun(Job):
         from tokenformer.data.image_text_sources import load_captions
         from tokenformer.evaluate.captions import measure_captions
 
-        images, _ = load_captions(str(workspace.image_text(self.images)))
+        images, _ = load_captions(str(workspace.image_text(MEASURED)))
         found = measure_captions(model, processor, images, limit=self.measured).asdict()
-        rows = sorted(random.Random(0).sample(range(found["images"]), TEN))
         written = found.pop("generated")
+        assert len(written) == self.measured, "a row is an image"
+        rows = sorted(random.Random(0).sample(range(self.measured), TEN))
         shown = {str(row): [written[row], images.captions(row)[0]] for row in rows}
         return rounded(found) | {"shown": shown}
 

@@ -1,10 +1,10 @@
 """Sets of images with text, made of Flickr8k: captions, and questions with answers.
 
-- `one-image`: the captions, with one gray image in the place of all. What a model learns from it is
-  what it learns without seeing.
+- `other-images`: the captions, each of another photograph. What a model learns from it is what it
+  learns without seeing.
 - `image-questions`: questions about a photograph that its five captions answer by rule. An answer
   counts if at least two captions support it and none contradicts it.
-- `one-image-questions`: the same with the gray image.
+- `other-images-questions`: the same, of another photograph.
 
 At the scale `smoke` the images are scikit-learn's digits.
 """
@@ -116,15 +116,13 @@ def write_image_text(name: str, folder: Path, source: Path | None) -> None:
     for split in (TRAINED_ON, HELD_OUT):
         images = partial / split
         images.mkdir(parents=True)
-        if name.startswith("one-image"):
-            (images / "gray.png").write_bytes(gray_image())
+        found = list(photographs(source, split))
+        shift = len(found) // 2 if name.startswith("other-images") else 0
         lines = []
-        for number, photograph in enumerate(photographs(source, split)):
-            file = "gray.png" if name.startswith("one-image") else f"{number}.jpg"
-            rows = list(rows_of(name, f"{split}/{file}", photograph.captions, number))
-            if rows and file != "gray.png":
-                (images / file).write_bytes(photograph.image)
-            lines += rows
+        for number, photograph in enumerate(found):
+            image = f"{split}/{(number + shift) % len(found)}.jpg"
+            (images / f"{number}.jpg").write_bytes(photograph.image)
+            lines += rows_of(name, image, photograph.captions, number)
         text = "".join(json.dumps(row) + "\n" for row in lines)
         (partial / f"{split}.jsonl").write_text(text, encoding="utf-8")
     partial.rename(folder)
@@ -165,12 +163,6 @@ def stand_ins(split: str) -> Iterator[Photograph]:
         text = "A black dog in the snow ." if is_even else "Two men play with a red ball ."
         pixels = (digits.images[row] * 15).astype("uint8")
         yield Photograph(encode_image(pixels), [text] * 5)
-
-
-def gray_image() -> bytes:
-    import numpy as np
-
-    return encode_image(np.full((8, 8), 128, dtype="uint8"))
 
 
 def encode_image(pixels: object) -> bytes:

@@ -1,7 +1,7 @@
 """The job that trains a model of captions to answer questions about images.
 
 QuestionRun(CaptionRun(...), "all")                      # instruction tuning: everything is trained
-QuestionRun(CaptionRun(...), images="one-image-questions")     # answers without seeing
+QuestionRun(CaptionRun(...), images="other-images-questions")  # answers without seeing
 
 The answer to a question is the choice of the highest likelihood.
 """
@@ -28,8 +28,8 @@ from experiments.vision_language.image_texts import COLORS, COUNTS, HELD_OUT, TR
 from experiments.workspace import Workspace
 
 CHOICES = {"is there": ("yes", "no"), "how many": COUNTS, "what color": COLORS}
-MEAN_LENGTH = 40
-"""Bytes of a question with its answer."""
+MEASURED = "image-questions"
+"""The questions on which all runs are measured."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class QuestionRun(Job):
     start: CaptionRun
     trained: str = "all"
     rate: float = 1e-3
-    images: str = "image-questions"
+    images: str = MEASURED
+    """What it trains on."""
     steps: int = 300
     batch: int = 32
     warmup: int = 30
@@ -58,7 +59,7 @@ class QuestionRun(Job):
 
     @property
     def data(self) -> tuple[str, ...]:
-        return (self.images,)
+        return (self.images, MEASURED)
 
     @property
     def flops(self) -> float:
@@ -82,12 +83,13 @@ class QuestionRun(Job):
 
     def run(self, workspace: Workspace) -> Result:
         folder = workspace.work(self)
-        images = workspace.image_text(self.images)
+        trained_on = workspace.image_text(self.images)
         recipe = image_text_recipe(
-            self, workspace.model(self.start), images, self.validation_samples
+            self, workspace.model(self.start), trained_on, self.validation_samples
         )
         run = train(recipe, folder)
         model, processor = run.loop.task.model.eval(), load_processor(run.exported)
+        images = workspace.image_text(MEASURED)
         rows = read_rows(images, HELD_OUT)
         chosen = random.Random(0).sample(rows, min(self.measured, len(rows)))
         shares = accuracies(chosen, answers_of(model, processor, images, chosen))

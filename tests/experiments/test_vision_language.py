@@ -78,14 +78,20 @@ def test_a_set_of_questions_can_be_read(tmp_path):
     assert {json.loads(line)["kind"] for line in lines} == {"is there", "how many", "what color"}
 
 
-def test_one_gray_image_takes_the_place_of_all(tmp_path):
-    from tokenformer.data.image_text_sources import load_image_text
-
-    write_image_text("one-image", tmp_path / "captions", None)
-    train = load_image_text(str(tmp_path / "captions")).train
-    first, last = train.sample(0), train.sample(len(train) - 1)
-    assert (first.images[0] == last.images[0]).all()
-    assert first.turns[0].text != last.turns[0].text
+@pytest.mark.parametrize("name", ["captions", "questions"])
+def test_without_seeing_every_text_is_of_another_image(name, tmp_path):
+    sets = {"captions": ("flickr8k", "other-images")}
+    sets["questions"] = ("image-questions", "other-images-questions")
+    rows = []
+    for place in sets[name]:
+        write_image_text(place, tmp_path / place, None)
+        lines = (tmp_path / place / "train.jsonl").read_text().splitlines()
+        rows.append([json.loads(line) for line in lines])
+    for own, other in zip(*rows, strict=True):
+        assert own.pop("image") != other.pop("image")
+        assert own == other
+    images = [sorted((tmp_path / place / "train").iterdir()) for place in sets[name]]
+    assert [one.read_bytes() for one in images[0]] == [one.read_bytes() for one in images[1]]
 
 
 def test_questions_of_flickr8k(real_data):
