@@ -54,9 +54,14 @@ SIZES: dict[str, Sequence[Method]] = {
 """By share of trained parameters. On the feed-forward layers all have exactly as many; LoRA on all
 layers has 13,312 a rank, so its smallest share is 1.2 %."""
 RATES = {
+    "tokens": (8e-3, 1.6e-2, 3.2e-2),
+    "lora": (2e-3, 4e-3, 8e-3),
+    "sparse": (8e-3, 1.6e-2, 3.2e-2),
+    "full": (2.5e-4, 5e-4, 1e-3),
+}
+IMAGE_RATES = {
     "tokens": (2e-3, 4e-3, 8e-3),
     "lora": (1e-3, 2e-3, 4e-3),
-    "sparse": (2e-3, 4e-3, 8e-3),
     "full": (2.5e-4, 5e-4, 1e-3),
 }
 IMAGE_METHODS = {
@@ -112,7 +117,10 @@ def continual_runs(scale: Scale, results: Results) -> tuple[list[Job], list[Cont
 def tuned_images(name: str, scale: Scale, results: Results) -> Arm:
     method = IMAGE_METHODS[name]
     return tune(
-        lambda rate: scale.fit(ImageAdaptRun(method, rate)), RATES[method.name], scale, results
+        lambda rate: scale.fit(ImageAdaptRun(method, rate)),
+        IMAGE_RATES[method.name],
+        scale,
+        results,
     )
 
 
