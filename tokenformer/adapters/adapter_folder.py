@@ -141,13 +141,14 @@ class AdapterFolder:
 
 def check_sizes(folder: Path, config: PeftConfig, stored: dict[str, StoredTensor]) -> None:
     """Refuse options that the weights do not have, before anything of their size is allocated."""
-    option, size, names = "num_tokens", getattr(config, "num_tokens", 0), PREFIX
-    if isinstance(config, LoraConfig):
+    if isinstance(config, TokenAdapterConfig):
+        if config.base_fingerprint is None:
+            raise refused(folder, "base_fingerprint is missing, so its base cannot be checked")
+        option, size, names = "num_tokens", config.num_tokens, PREFIX
+    elif isinstance(config, LoraConfig) and not (config.rank_pattern or config.target_parameters):
         option, size, names = "r", config.r, "lora_A"
-        if config.rank_pattern or config.target_parameters:
-            return
-    elif getattr(config, "base_fingerprint", None) is None:
-        raise refused(folder, "base_fingerprint is missing, so its base cannot be checked")
+    else:
+        return
     for key, tensor in stored.items():
         if names in key and tensor.shape[0] != size:
             raise refused(folder, f"{option}={size}, but {key} has {tensor.shape[0]} rows")

@@ -118,7 +118,7 @@ def no_loading_bars() -> Iterator[None]:
 def prepare_text(source: str, out: Path, base: str) -> None:
     from rich.console import Console
 
-    from tokenformer.cli.prepare import cores, described
+    from tokenformer.cli.prepare import TEXT_OPTIONS, cores, described
     from tokenformer.cli.progress import progress
     from tokenformer.data.preparation import PrepareOptions, PrepareProgress, prepare
     from tokenformer.data.tokenizer import BYTES, is_byte_tokenizer
@@ -141,7 +141,7 @@ def prepare_text(source: str, out: Path, base: str) -> None:
                 on_message=console.print,
             )
         except DataError as error:
-            if "--" not in str(error):
+            if not any(f"--{option}" in str(error) for option in TEXT_OPTIONS):
                 raise
             raise DataError(f"{error} ({OF_PREPARE})") from None
 

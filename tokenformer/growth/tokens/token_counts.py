@@ -6,7 +6,7 @@ Growth only adds tokens and pruning only drops them; width and depth do not chan
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tokenformer.models.configuration import (
     PROJECTIONS,
@@ -17,6 +17,7 @@ from tokenformer.models.configuration import (
 )
 from tokenformer.models.image_text_configuration import TokenformerImageTextConfig
 
+Count = TypeVar("Count", int, int | None)
 LayerProjection = tuple[str, int]
 """A projection (q, k, v, o or ffn) and its layer number."""
 TokenCounts = dict[LayerProjection, int]
@@ -217,7 +218,7 @@ def group_options(
         before = [config.active(projection, layer) for layer in layers]
         after = [changed.get((projection, layer), before[layer]) for layer in layers]
         if after != before:
-            found[projection] = after[0] if len(set(after)) == 1 else after
+            found[projection] = collapse_equal(after)
     return found or None
 
 
@@ -272,7 +273,7 @@ def rows_by_layer(
     return {p: [own.get((p, layer)) for layer in range(layers)] for p in projections} or None
 
 
-def collapse_equal(counts: list[int]) -> Tokens:
+def collapse_equal(counts: list[Count]) -> Count | list[Count]:
     return counts[0] if len(set(counts)) == 1 else counts
 
 
